@@ -398,11 +398,11 @@ class Router:
         }
         execution = Execution(self._inference, handlers, config.max_body_bytes)
         window = Window(self._batch_window)
-        parts = Parts(stored, files, execution, window, config.max_body_bytes)
         limits_of = self._access.limits_of if self._access else unlimited
-        self._runners = Runners(parts, ledger, self.router_id, limits_of)
+        parts = Parts(stored, files, execution, window, config.max_body_bytes, limits_of)
+        self._runners = Runners(parts, ledger, self.router_id)
         self._tasks.append(asyncio.create_task(_guarded(self._runners.run())))
-        return Files(files, ledger), Batches(stored, files, ledger, self._runners.notify)
+        return Files(files, stored, ledger), Batches(stored, files, ledger, self._runners.notify)
 
     def _batch_window(self) -> int:
         """Return how many lines of batches may be in progress at a time.

@@ -33,7 +33,7 @@ T = TypeVar("T")
 _BODY_TIMEOUT_S = 60.0
 #: Longest body that is parsed in the event loop. A thread lets the event loop run between the steps
 #: of the parser, each of which takes up to 1.5 ms for a body of 1 MB.
-_INLINE_BYTES = 1 << 16
+INLINE_BYTES = 1 << 16
 
 
 class JsonResponse(Response):
@@ -78,7 +78,7 @@ class Call:
         """
         self._check_media_type()
         data = await self._read()
-        if len(data) <= _INLINE_BYTES:
+        if len(data) <= INLINE_BYTES:
             return body.parse(data)
         return await asyncio.to_thread(body.parse, data)
 
@@ -86,6 +86,10 @@ class Call:
         media_type = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type not in ("application/json", ""):
             raise UnsupportedMediaType("the body must be application/json")
+        self.check_encoding()
+
+    def check_encoding(self) -> None:
+        """Check that the body is not compressed. Raises UnsupportedMediaType."""
         if self.headers.get("content-encoding", "identity").lower() != "identity":
             raise UnsupportedMediaType("the body must not be compressed")
 

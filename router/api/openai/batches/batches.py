@@ -44,7 +44,8 @@ class Batches:
         batch_id = await id_of_call(
             self._ledger, call.caller, call.headers, new_id, self._files.retention_s
         )
-        if batch_id == new_id:
+        # An earlier call with the same idempotency key may have failed.
+        if not await self._stored.exists(call.caller, batch_id):
             await self._check(call.caller, fields)
         expiry = fields.output_expires_after
         record = BatchRecord(

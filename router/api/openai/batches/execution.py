@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,12 +16,14 @@ from everlift.errors import EverliftError, UnknownRequest
 from everlift.messages import BATCH_PRIORITY
 from everlift.v1 import inference_pb2 as pb
 from router.api.http import errors
-from router.api.http.endpoint import Call, Handler, JsonResponse
+from router.api.http.endpoint import INLINE_BYTES, Call, Handler, JsonResponse
 from router.api.openai.batches.lines import Answer, Line
 from router.api.openai.fields import MAX_PROMPTS
 from router.api.service import IDEMPOTENCY_KEY, X_REQUEST_ID, Inference
 from router.auth.caller import Caller
 from router.event_loop import now
+
+T = TypeVar("T")
 
 
 class Execution:
@@ -42,7 +45,7 @@ class Execution:
 
         Raises the EverliftErrors of the handler.
         """
-        call = self._call(caller, batch_id, line)
+        call = await self._call(caller, batch_id, line)
         response = await self._handlers[endpoint](call)
         # A line cannot set stream, so the response is whole.
         assert isinstance(response, Response)
@@ -73,11 +76,12 @@ class Execution:
 
         await _for_requests(batch_id, number, forget)
 
-    def _call(self, caller: Caller, batch_id: str, line: Line) -> Call:
-        body = {**line.body, "priority": BATCH_PRIORITY, "on_disconnect": "continue"}
+    async def _call(self, caller: Caller, batch_id: str, line: Line) -> Call:
+        fields = {**line.body, "priority": BATCH_PRIORITY, "on_disconnect": "continue"}
+        body = await in_thread_if_long(line.num_bytes, lambda: json.dumps(fields).encode())
         scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}
         headers = {IDEMPOTENCY_KEY: line_name(batch_id, line.number), X_REQUEST_ID: batch_id}
-        receive = _Receiving(json.dumps(body).encode())
+        receive = _Receiving(body)
         return Call(Request(scope, receive), caller, headers, self._max_body_bytes, now())
 
 
@@ -91,6 +95,11 @@ async def _for_requests(batch_id: str, number: int, do: Callable[[str], Awaitabl
     with suppress(UnknownRequest):
         for index in range(MAX_PROMPTS):
             await do(f"{name}:{index}")
+
+
+async def in_thread_if_long(num_bytes: int, work: Callable[[], T]) -> T:
+    """Return ``work()``, which encodes or parses about ``num_bytes`` of JSON."""
+    return work() if num_bytes <= INLINE_BYTES else await asyncio.to_thread(work)
 
 
 class _Receiving:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from router.api.openai.batches.record import MAX_ERRORS, BatchError, Counts
 #: Maximum number of lines of an input file, as in OpenAI's API.
 MAX_LINES = 50_000
 _MAX_ID_BYTES = 512
+#: Characters at which Python's str.splitlines ends a line, although JSON may contain them.
+_SEPARATORS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\x85\u2028\u2029"}
 
 
 class LineFields(Fields):
@@ -26,11 +28,15 @@ class LineFields(Fields):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Request of a batch; ``number`` is its line in the input file, from 1."""
+    """Request of a batch.
+
+    ``number`` is its line in the input file, from 1, and ``num_bytes`` the length of that line.
+    """
 
     number: int
     custom_id: str
     body: Object
+    num_bytes: int = 0
 
 
 def parse_line(number: int, data: bytes, endpoint: str) -> Line:
@@ -45,7 +51,20 @@ def parse_line(number: int, data: bytes, endpoint: str) -> Line:
     for name in ("stream", "background"):
         if fields.body.get(name):
             raise InvalidRequest(f"a line of a batch cannot set {name}", field=f"body.{name}")
-    return Line(number, fields.custom_id, fields.body)
+    return Line(number, fields.custom_id, fields.body, len(data))
+
+
+def parse_lines(
+    first: int, group: Sequence[bytes], endpoint: str, excluded: Container[str]
+) -> list[Line]:
+    """Parse consecutive lines of an input file, of which ``first`` is the number of the first one.
+
+    Lines without a request, and those with a custom id in ``excluded``, are omitted. Raises
+    InvalidRequest.
+    """
+    numbered = enumerate(group, first)
+    lines = (parse_line(number, data, endpoint) for number, data in numbered if data.strip())
+    return [line for line in lines if line.custom_id not in excluded]
 
 
 class Survey:
@@ -67,8 +86,12 @@ class Survey:
         """Check further lines of the file."""
         for data in lines:
             self._last += 1
-            if data.strip() and len(self.errors) < MAX_ERRORS:
+            if data.strip() and not self._has_ended:
                 self._check(self._last, data)
+
+    @property
+    def _has_ended(self) -> bool:
+        return len(self.errors) >= MAX_ERRORS or self.num_lines > MAX_LINES
 
     def finish(self) -> None:
         """Check the number of lines."""
@@ -85,7 +108,7 @@ class Survey:
         if first != number:
             message = f"the lines {first} and {number} have the same custom_id"
             self._add_error("duplicate_custom_id", number, message, "custom_id")
-        if len(self._numbers) == MAX_LINES + 1:
+        if self.num_lines > MAX_LINES:
             message = f"a batch has at most {MAX_LINES} requests"
             self._add_error("too_many_requests", number, message, None)
         model = line.body.get("model")
@@ -120,11 +143,14 @@ class Result:
 
 def answered(batch_id: str, line: Line, answer: Answer) -> Result:
     """Return the result of a line with an answer."""
+    body = answer.body
+    for separator, escaped in _SEPARATORS.items():
+        body = body.replace(separator, escaped)
     data = b'{"id": %s, "custom_id": %s, "response": %s, "error": null}\n' % (
         _encoded(_line_id(batch_id, line)),
         _encoded(line.custom_id),
         b'{"status_code": %d, "request_id": %s, "body": %s}'
-        % (answer.status, _encoded(answer.request_id), answer.body),
+        % (answer.status, _encoded(answer.request_id), body),
     )
     return Result(batch_id, line, data, _counts(answer.status, json.loads(answer.body)))
 

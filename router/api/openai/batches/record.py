@@ -90,8 +90,14 @@ class Counts:
     reasoning_tokens: int = 0
 
     def __add__(self, other: Counts) -> Counts:
-        pairs = zip(asdict(self).values(), asdict(other).values(), strict=True)
-        return Counts(*(one + another for one, another in pairs))
+        return Counts(
+            self.completed + other.completed,
+            self.failed + other.failed,
+            self.input_tokens + other.input_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.output_tokens + other.output_tokens,
+            self.reasoning_tokens + other.reasoning_tokens,
+        )
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -175,8 +181,9 @@ class BatchRecord:
             return self
         return self._with_status("finalizing", now)
 
-    def ended(self, status: Status, now: float) -> Self:
-        """Return the batch with the final ``status``."""
+    def ended(self, ending: Ending | None, now: float) -> Self:
+        """Return the batch after its end; ``ending`` is None if all its lines have run."""
+        status: Status = "cancelled" if self.status == "cancelling" else ending or "completed"
         return self._with_status(status, now)
 
     def counted(self, counts: Counts) -> Self:

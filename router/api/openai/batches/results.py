@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from router.api.openai.batches.lines import Result, counts_of, unanswered
 from router.api.openai.batches.record import Counts
@@ -18,8 +19,9 @@ class Results:
     """Results of a batch, of which only one router at a time can append.
 
     ``flush`` raises ObjectConflict if another router has appended since ``load``. A line therefore
-    has at most one result, even if two routers run the batch. Results are kept until
-    ``expires_at``, in seconds since 1970.
+    has at most one result, even if two routers run the batch. Each change is a compare-and-swap of
+    the last chunk: either lines are added to it, it becomes full, or, if it is full, the next one
+    is created. Results are kept until ``expires_at``, in seconds since 1970.
     """
 
     def __init__(
@@ -29,7 +31,7 @@ class Results:
         self._caller = caller
         self._batch_id = batch_id
         self._expires_at = expires_at
-        #: last chunk, which is not full, with its number and version; version 0: does not exist
+        #: first chunk that is not full, with its number and version; version 0: does not exist
         self._last = ResultChunk()
         self._number = 0
         self._version = 0
@@ -54,7 +56,7 @@ class Results:
                 return
             self._last, self._version = known
             await asyncio.to_thread(self._count, self._last)
-            if self._last.num_bytes < CHUNK_BYTES:
+            if not self._last.is_full:
                 return
             self._begin_chunk()
 
@@ -81,24 +83,22 @@ class Results:
         num_bytes = self._last.num_bytes
         for result in pending:
             if num_bytes and num_bytes + len(result.data) > CHUNK_BYTES:
-                await self._store(group)
+                await self._store(group, is_full=True)
                 self._begin_chunk()
                 group, num_bytes = [], 0
             group.append(result)
             num_bytes += len(result.data)
-        await self._store(group)
+        await self._store(group, is_full=False)
         return True
 
-    async def _store(self, group: Sequence[Result]) -> None:
+    async def _store(self, group: Sequence[Result], *, is_full: bool) -> None:
         """Append the results ``group`` to the last chunk, and store it."""
-        if not group:
-            return
-        chunk = self._last + _chunk_of(group)
+        chunk = replace(self._last + _chunk_of(group), is_full=is_full)
         data = await asyncio.to_thread(chunk.to_bytes)
         if len(data) > MAX_OBJECT_BYTES:
             # Only a chunk with a single result is longer than CHUNK_BYTES.
-            [result] = group = [_too_large(group[0])]
-            chunk = _chunk_of(group)
+            group = [_too_large(result) for result in group]
+            chunk = replace(_chunk_of(group), is_full=is_full)
             data = chunk.to_bytes()
         self._version = await self._files.put_results(
             self._caller, self._batch_id, self._number, data, self._version, self._expires_at

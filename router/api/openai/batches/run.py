@@ -12,23 +12,35 @@ from typing import Literal
 
 from everlift import logs
 from everlift.client.retries import Retries
-from everlift.errors import EverliftError, NoWorker, OutOfRange, RequestConflict, UnknownObject
-from router.api.openai.batches.execution import Execution
+from everlift.errors import (
+    DataLoss,
+    DeadlineUnmeetable,
+    EverliftError,
+    ForgottenRequest,
+    NoWorker,
+    OutOfRange,
+    QueueFull,
+    QueueTimeout,
+    RequestConflict,
+    UnknownObject,
+)
+from router.api.openai.batches.execution import Execution, in_thread_if_long
 from router.api.openai.batches.lines import (
     Answer,
     Line,
     Survey,
     answered,
-    parse_line,
+    parse_lines,
     unanswered,
 )
-from router.api.openai.batches.record import BatchError, BatchRecord, Ending, Status
+from router.api.openai.batches.record import BatchError, BatchRecord, Ending
 from router.api.openai.batches.results import Results
 from router.api.openai.batches.stored import StoredBatch, StoredBatches
 from router.api.openai.batches.window import Window
 from router.api.openai.files.record import FileRecord
 from router.api.openai.files.stored import StoredFiles
-from router.auth.caller import Caller
+from router.auth.caller import Caller, Scope
+from router.auth.limits import Limits
 from router.event_loop import now
 from router.ledger.objects import ObjectConflict
 
@@ -36,6 +48,18 @@ log = logs.get_logger(__name__)
 
 #: Seconds between two times at which results and progress are stored, and the batch is read.
 _SAVE_S = 1.0
+#: Errors with which a request has ended, or which a request of the same id causes, although
+#: another submission may succeed. The request is erased, because it would fail again the same way.
+_ERASED = (
+    NoWorker,
+    QueueFull,
+    QueueTimeout,
+    DeadlineUnmeetable,
+    ForgottenRequest,
+    DataLoss,
+    # It was submitted with another prompt, for example because the chat template has the date.
+    RequestConflict,
+)
 #: Seconds after which a line is submitted again whose request was erased.
 _AGAIN_S = 1.0
 _MESSAGES: dict[Ending, str] = {
@@ -46,13 +70,21 @@ _MESSAGES: dict[Ending, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Parts that the runs of all batches in a router share."""
+    """Parts that the runs of all batches in a router share.
+
+    ``limits_of`` returns the present limits of a tenant.
+    """
 
     batches: StoredBatches
     files: StoredFiles
     execution: Execution
     window: Window
     max_line_bytes: int
+    limits_of: Callable[[str], Limits]
+
+    def caller(self, tenant: str) -> Caller:
+        """Return the caller of the requests of a tenant's batches."""
+        return Caller(tenant, frozenset({Scope.INFER}), self.limits_of(tenant))
 
 
 class NotRunner(Exception):
@@ -62,16 +94,22 @@ class NotRunner(Exception):
 class BatchRun:
     """Run of a batch that this router has claimed; ``router_id`` is this router."""
 
-    def __init__(self, parts: Parts, caller: Caller, batch: StoredBatch, router_id: str) -> None:
+    def __init__(self, parts: Parts, tenant: str, batch: StoredBatch, router_id: str) -> None:
         self._parts = parts
-        self._caller = caller
+        self._tenant = tenant
         self._batch = batch
         self._router_id = router_id
-        self._started_at = round(self._now())
-        self._expires_at = parts.files.expiry(batch.record.output_expires_s)
-        self._results = Results(parts.files, caller, batch.batch_id, self._expires_at)
+        #: seconds for which the results are kept after the end of the batch
+        self._kept_s = parts.files.kept_s(batch.record.output_expires_s)
+        #: time until which they are kept at least, because the end is not known before
+        self._expires_at = max(batch.record.expires_at, round(self._now())) + self._kept_s
+        self._results = Results(parts.files, self._caller, batch.batch_id, self._expires_at)
         #: numbers of the lines that this run has begun and that have no result yet
         self._in_progress: set[int] = set()
+
+    @property
+    def _caller(self) -> Caller:
+        return self._parts.caller(self._tenant)
 
     @property
     def _record(self) -> BatchRecord:
@@ -83,21 +121,22 @@ class BatchRun:
         After a cancellation of this task, its requests continue in the cluster. Raises NotRunner or
         ObjectConflict if another router has taken the batch over, LedgerFull and LedgerUnavailable.
         """
-        if self._record.status == "validating":
+        if not self._record.total:
             await self._check_input()
         if self._record.is_final:
             return
         await self._results.load()
         try:
             ending = await self._run_lines()
-            if ending is not None and self._record.total:
+            if ending is not None:
                 await self._refuse_remaining(ending)
-        except UnknownObject as error:
-            # The input file was deleted or has expired.
+        except (UnknownObject, OutOfRange) as error:
+            # The input file was deleted or has expired, or the limit of its lines was lowered.
+            await self._cancel_in_progress()
+            await self._save()
             await self._reject([_input_error(error)])
             return
         await self._change(lambda it: it.finalizing(self._now()))
-        await self._save()
         await self._end(ending)
 
     async def _check_input(self) -> None:
@@ -127,7 +166,8 @@ class BatchRun:
         """Reason why no more lines are to run, if there is one."""
         if self._record.status == "cancelling":
             return "cancelled"
-        return "expired" if self._now() >= self._record.expires_at else None
+        is_complete = len(self._results.custom_ids) == self._record.total
+        return "expired" if self._now() >= self._record.expires_at and not is_complete else None
 
     async def _run_lines(self) -> Ending | None:
         """Run the lines without a result. Return why they were stopped, or None if all ended."""
@@ -150,29 +190,28 @@ class BatchRun:
             await asyncio.gather(feeding, return_exceptions=True)
 
     async def _feed(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            async for line in self._remaining():
-                await self._parts.window.acquire()
-                task = group.create_task(self._run_line(line))
-                task.add_done_callback(lambda _: self._parts.window.release())
+        window, tenant = self._parts.window, self._tenant
+        with window.batch(tenant):
+            async with asyncio.TaskGroup() as group:
+                async for line in self._remaining():
+                    await window.acquire(tenant)
+                    task = group.create_task(self._run_line(line))
+                    task.add_done_callback(lambda _: window.release(tenant))
 
     async def _remaining(self) -> AsyncIterator[Line]:
         """Yield the lines without a result, in the order of the file."""
-        number = 0
+        first, endpoint, ended = 1, self._record.endpoint, self._results.custom_ids
         async for group in self._input():
-            for data in group:
-                number += 1
-                # A file may have many lines with a result.
-                await asyncio.sleep(0)
-                if data.strip():
-                    line = parse_line(number, data, self._record.endpoint)
-                    if line.custom_id not in self._results.custom_ids:
-                        yield line
+            for line in await asyncio.to_thread(parse_lines, first, group, endpoint, ended):
+                yield line
+            first += len(group)
 
     async def _run_line(self, line: Line) -> None:
         self._in_progress.add(line.number)
-        answer = await self._answer(line)
-        self._results.append(answered(self._batch.batch_id, line, answer))
+        answer, batch_id = await self._answer(line), self._batch.batch_id
+        self._results.append(
+            await in_thread_if_long(len(answer.body), lambda: answered(batch_id, line, answer))
+        )
         self._in_progress.remove(line.number)
 
     async def _answer(self, line: Line) -> Answer:
@@ -182,13 +221,11 @@ class BatchRun:
         while True:
             try:
                 return await execution.answer(self._caller, self._record.endpoint, batch_id, line)
-            except (NoWorker, RequestConflict) as error:
-                # The request has ended without a worker, or was submitted with another prompt, for
-                # example because the chat template contains the date.
-                await self._forget(line.number)
-                await asyncio.sleep(error.retry_after_s or _AGAIN_S)
             except EverliftError as error:
                 delay = retries.delay(error, now())
+                if isinstance(error, _ERASED):
+                    await self._forget(line.number)
+                    delay = delay or error.retry_after_s or _AGAIN_S
                 if delay is None:
                     return execution.refused(batch_id, line, error)
                 await asyncio.sleep(delay)
@@ -208,11 +245,17 @@ class BatchRun:
         # the first ones.
         num_begun = 2 * self._parts.window.size
         async for line in self._remaining():
-            if line.number in self._in_progress or num_begun > 0:
-                await self._parts.execution.cancel(self._caller, batch_id, line.number)
+            if num_begun > 0:
+                self._in_progress.add(line.number)
             num_begun -= 1
             code, message = f"batch_{ending}", _MESSAGES[ending]
             self._results.append(unanswered(batch_id, line, code, message))
+        await self._cancel_in_progress()
+
+    async def _cancel_in_progress(self) -> None:
+        for number in sorted(self._in_progress):
+            await self._parts.execution.cancel(self._caller, self._batch.batch_id, number)
+        self._in_progress.clear()
 
     async def _save(self) -> None:
         """Store results and progress, and read whether the batch was cancelled.
@@ -224,32 +267,29 @@ class BatchRun:
             self._batch = self._check_runner(known)
             if self._record.counts == self._results.counts:
                 return
-        await self._save_files()
+        await self._save_files(self._record.created_at, self._expires_at)
         await self._change(lambda it: it.counted(self._results.counts))
 
-    async def _save_files(self) -> None:
+    async def _save_files(self, created_at: int, expires_at: int) -> None:
         record, results = self._record, self._results
         output, errors = record.output_file_id, record.error_file_id
-        if results.num_output_bytes:
-            await self._save_file("output", output, errors, results.num_output_bytes)
-        if results.num_error_bytes:
-            await self._save_file("errors", errors, output, results.num_error_bytes)
-
-    async def _save_file(
-        self, part: Literal["output", "errors"], file_id: str, sibling: str, num_bytes: int
-    ) -> None:
-        batch_id = self._batch.batch_id
-        file = FileRecord(
-            f"{batch_id}_{part}.jsonl",
-            "batch_output",
-            self._started_at,
-            self._expires_at,
-            num_bytes,
-            batch_id=batch_id,
-            part=part,
-            sibling=sibling,
+        files: tuple[tuple[Literal["output", "errors"], str, str, int], ...] = (
+            ("output", output, errors, results.num_output_bytes),
+            ("errors", errors, output, results.num_error_bytes),
         )
-        await self._parts.files.put(self._caller, file_id, file)
+        for part, file_id, sibling, num_bytes in files:
+            if num_bytes:
+                file = FileRecord(
+                    f"{self._batch.batch_id}_{part}.jsonl",
+                    "batch_output",
+                    created_at,
+                    expires_at,
+                    num_bytes,
+                    batch_id=self._batch.batch_id,
+                    part=part,
+                    sibling=sibling,
+                )
+                await self._parts.files.put(self._caller, file_id, file)
 
     async def _change(self, changed: Callable[[BatchRecord], BatchRecord]) -> None:
         while (record := changed(self._record)) != self._record:
@@ -266,14 +306,18 @@ class BatchRun:
         return known
 
     async def _end(self, ending: Ending | None) -> None:
-        status: Status = ending or "completed"
-        await self._change(lambda it: it.ended(status, self._now()))
+        await self._results.flush()
+        # The client counts the time for which the files are kept from the end of the batch.
+        created_at = round(self._now())
+        await self._save_files(created_at, min(created_at + self._kept_s, self._expires_at))
+        counts = self._results.counts
+        await self._change(lambda it: it.counted(counts).ended(ending, self._now()))
         log.info(
             "batch ended",
             batch_id=self._batch.batch_id,
-            status=status,
-            completed=self._results.counts.completed,
-            failed=self._results.counts.failed,
+            status=self._record.status,
+            completed=counts.completed,
+            failed=counts.failed,
         )
 
     def _now(self) -> float:

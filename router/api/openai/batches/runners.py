@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Container
 from contextlib import suppress
 
 from everlift import logs
 from everlift.errors import EverliftError, UnknownObject
 from router.api.openai.batches.run import BatchRun, NotRunner, Parts
 from router.api.openai.batches.stored import StoredBatch
-from router.auth.caller import Caller, Scope
-from router.auth.limits import Limits
 from router.ledger.base import Ledger
 from router.ledger.objects import ObjectConflict
 
@@ -28,16 +26,15 @@ class Runners:
     has no lease any more, another one takes the batch over.
     """
 
-    def __init__(
-        self, parts: Parts, ledger: Ledger, router_id: str, limits_of: Callable[[str], Limits]
-    ) -> None:
+    def __init__(self, parts: Parts, ledger: Ledger, router_id: str) -> None:
         self._parts = parts
         self._ledger = ledger
         self._router_id = router_id
-        self._limits_of = limits_of
         self._runs: dict[str, asyncio.Task[None]] = {}
         #: routers of other batches, as they were last read
         self._others: dict[str, str] = {}
+        #: batches that this version of the program cannot read
+        self._unreadable: set[str] = set()
         self._wake = asyncio.Event()
         self._is_stopping = False
 
@@ -54,7 +51,8 @@ class Runners:
             except EverliftError as error:
                 log.info("unfinished batches not read", cause=error)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), _SCAN_S)
+                async with asyncio.timeout(_SCAN_S):
+                    await self._wake.wait()
 
     async def stop(self) -> None:
         """Stop all runs. Their requests continue, and another router takes the batches over."""
@@ -71,30 +69,39 @@ class Runners:
         if not unfinished.keys() - self._runs.keys():
             return
         living = (await self._ledger.gateways()).keys() - {self._router_id}
+        self._unreadable &= unfinished.keys()
         for batch_id, tenant in unfinished.items():
-            if batch_id not in self._runs and self._others.get(batch_id) not in living:
-                caller = Caller(tenant, frozenset({Scope.INFER}), self._limits_of(tenant))
-                try:
-                    batch = await self._parts.batches.get(caller, batch_id)
-                except UnknownObject:
-                    await self._parts.batches.drop_unfinished(batch_id)
-                    continue
-                if batch.record.runner in living:
-                    self._others[batch_id] = batch.record.runner
-                else:
-                    await self._claim(caller, batch)
+            is_run = batch_id in self._runs or self._others.get(batch_id) in living
+            if not is_run and batch_id not in self._unreadable:
+                await self._take(batch_id, tenant, living)
 
-    async def _claim(self, caller: Caller, batch: StoredBatch) -> None:
+    async def _take(self, batch_id: str, tenant: str, living: Container[str]) -> None:
+        """Run a batch unless a router of ``living`` does."""
+        batches = self._parts.batches
+        try:
+            batch = await batches.get(self._parts.caller(tenant), batch_id)
+        except UnknownObject:
+            await batches.drop_unfinished(batch_id, tenant)
+        except (KeyError, TypeError, ValueError):
+            self._unreadable.add(batch_id)
+            log.exception("batch left to other routers: unreadable record", batch_id=batch_id)
+        else:
+            if batch.record.runner in living:
+                self._others[batch_id] = batch.record.runner
+            else:
+                await self._claim(tenant, batch)
+
+    async def _claim(self, tenant: str, batch: StoredBatch) -> None:
         try:
             claimed = batch.record.claimed(self._router_id)
             # A batch that has ended is only removed from the list of unfinished ones.
-            batch = await self._parts.batches.put(caller, batch, claimed)
+            batch = await self._parts.batches.put(self._parts.caller(tenant), batch, claimed)
         except ObjectConflict:
             return
         if batch.record.is_final or self._is_stopping:
             return
         log.info("batch taken", batch_id=batch.batch_id, status=batch.record.status)
-        run = BatchRun(self._parts, caller, batch, self._router_id)
+        run = BatchRun(self._parts, tenant, batch, self._router_id)
         self._runs[batch.batch_id] = asyncio.create_task(self._run(batch.batch_id, run))
 
     async def _run(self, batch_id: str, run: BatchRun) -> None:

@@ -15,7 +15,8 @@ from router.ledger.base import MAX_PAGE_SIZE, Ledger
 from router.ledger.objects import ObjectConflict, object_name
 
 BATCH_PREFIX = "batch_"
-#: ``unfinished_batches`` have no tenant, so that routers find those of all tenants in one listing.
+#: ``unfinished_batches`` belong to no tenant, so that routers find all of them in one listing. The
+#: id of an entry is the id of a batch, a colon, and its tenant.
 _KIND, _UNFINISHED = "batches", "unfinished_batches"
 #: Seconds within which the record of a batch is stored after its entry in the list of unfinished
 #: batches. An entry without a record is later removed: its router was lost.
@@ -54,18 +55,26 @@ class StoredBatches:
         Raises RequestConflict if that was created by another call, LedgerFull and
         LedgerUnavailable.
         """
-        with suppress(ObjectConflict):
-            entry = f"{_UNFINISHED}/{batch_id}"
-            tenant = caller.tenant.encode()
-            await self._ledger.put_object(entry, tenant, 0, self._kept_s(record))
+        await self._put_unfinished(caller, batch_id, record)
         try:
             version = await self._put(caller, batch_id, record, 0)
+            # The entry was removed if the record was stored late.
+            await self._put_unfinished(caller, batch_id, record)
             return StoredBatch(batch_id, record, version)
         except ObjectConflict:
             known = await self.get(caller, batch_id)
         if not known.record.is_same_call(record):
             raise RequestConflict("another batch was created with this idempotency-key")
         return known
+
+    async def _put_unfinished(self, caller: Caller, batch_id: str, record: BatchRecord) -> None:
+        with suppress(ObjectConflict):
+            entry = _unfinished_name(batch_id, caller.tenant)
+            await self._ledger.put_object(entry, b"", 0, self._kept_s(record))
+
+    async def exists(self, caller: Caller, batch_id: str) -> bool:
+        """Return whether there is such a batch. Raises LedgerUnavailable."""
+        return await self._ledger.get_object(_name(caller, batch_id)) is not None
 
     async def get(self, caller: Caller, batch_id: str) -> StoredBatch:
         """Return a batch. Raises UnknownObject and LedgerUnavailable."""
@@ -82,7 +91,7 @@ class StoredBatches:
         """
         version = await self._put(caller, known.batch_id, record, known.version)
         if record.is_final:
-            await self._ledger.delete_object(f"{_UNFINISHED}/{known.batch_id}")
+            await self._ledger.delete_object(_unfinished_name(known.batch_id, caller.tenant))
         return StoredBatch(known.batch_id, record, version)
 
     async def _put(self, caller: Caller, batch_id: str, record: BatchRecord, version: int) -> int:
@@ -135,19 +144,22 @@ class StoredBatches:
         last = ""
         while True:
             names = await self._ledger.list_objects(_UNFINISHED, "", last)
-            entries = await asyncio.gather(*map(self._ledger.get_object, names))
-            for name, entry in zip(names, entries, strict=True):
-                if entry is not None:
-                    tenants[name.rpartition("/")[2]] = entry.data.decode()
+            for name in names:
+                batch_id, _, tenant = name.rpartition("/")[2].partition(":")
+                tenants[batch_id] = tenant
             if len(names) < MAX_PAGE_SIZE:
                 return tenants
             last = names[-1]
 
-    async def drop_unfinished(self, batch_id: str) -> None:
+    async def drop_unfinished(self, batch_id: str, tenant: str) -> None:
         """Remove a batch without a record from the unfinished ones, unless it is new."""
         created_at = int(batch_id[len(BATCH_PREFIX) :][:12], 16) / 1000
         if self.ledger_time() > created_at + _CREATION_S:
-            await self._ledger.delete_object(f"{_UNFINISHED}/{batch_id}")
+            await self._ledger.delete_object(_unfinished_name(batch_id, tenant))
+
+
+def _unfinished_name(batch_id: str, tenant: str) -> str:
+    return object_name("", _UNFINISHED, f"{batch_id}:{tenant}")
 
 
 def _name(caller: Caller, batch_id: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Literal
 
 from starlette.responses import Response, StreamingResponse
@@ -12,11 +13,13 @@ from typing_extensions import TypedDict
 from everlift import logs
 from everlift.errors import EverliftError, InvalidRequest, UnknownObject
 from router.api.http.endpoint import Call, JsonResponse
+from router.api.openai.batches.stored import StoredBatches
 from router.api.openai.files.record import FileRecord
 from router.api.openai.files.stored import StoredFiles
 from router.api.openai.files.upload import received
 from router.api.openai.object_ids import id_of_call
 from router.api.openai.object_page import object_page, page_size
+from router.auth.caller import Caller
 from router.ledger.base import Ledger
 
 log = logs.get_logger(__name__)
@@ -33,8 +36,9 @@ class DeletedFile(TypedDict):
 
 
 class Files:
-    def __init__(self, stored: StoredFiles, ledger: Ledger) -> None:
+    def __init__(self, stored: StoredFiles, batches: StoredBatches, ledger: Ledger) -> None:
         self._stored = stored
+        self._batches = batches
         self._ledger = ledger
 
     async def create(self, call: Call) -> Response:
@@ -44,11 +48,9 @@ class Files:
             file_id = await id_of_call(
                 self._ledger, call.caller, call.headers, new_id, stored.retention_s
             )
-            if file_id == new_id:
-                await stored.check_room(call.caller, upload.num_bytes)
-            expires_at = stored.expiry(upload.expires_s)
             created_at = round(stored.ledger_time())
-            record = FileRecord(upload.filename, "batch", created_at, expires_at)
+            expires_at = created_at + stored.kept_s(upload.expires_s)
+            record = FileRecord(upload.filename, "batch", created_at, expires_at, upload.num_bytes)
             record = await stored.create(call.caller, file_id, record, upload.parts())
         return JsonResponse(record.body(file_id))
 
@@ -75,8 +77,17 @@ class Files:
         return JsonResponse((await self._stored.get(call.caller, file_id)).body(file_id))
 
     async def delete(self, call: Call) -> Response:
+        record = await self._stored.get(call.caller, _id(call))
+        if record.batch_id:
+            await self._check_ended(call.caller, record.batch_id)
         await self._stored.delete(call.caller, _id(call))
         return JsonResponse({"id": _id(call), "object": "file", "deleted": True})
+
+    async def _check_ended(self, caller: Caller, batch_id: str) -> None:
+        # Without its results, a batch would run all its lines again.
+        with suppress(UnknownObject):
+            if not (await self._batches.get(caller, batch_id)).record.is_final:
+                raise InvalidRequest(f"the batch {batch_id} has not ended; cancel it first")
 
     async def content(self, call: Call) -> ASGIApp:
         """Return a file's content; the results so far if its batch has not ended."""
@@ -84,10 +95,8 @@ class Files:
         record = await self._stored.get(call.caller, file_id)
         parts = self._stored.content(call.caller, file_id, record)
         # A later error ends the connection, because the answer has begun then.
-        first = await anext(parts, None)
-        if first is None and record.num_bytes:
-            raise UnknownObject(f"the content of the file {file_id} was deleted")
-        return StreamingResponse(_content(first or b"", parts, file_id), media_type=_JSON_LINES)
+        first = await anext(parts, b"")
+        return StreamingResponse(_content(first, parts, file_id), media_type=_JSON_LINES)
 
 
 async def _content(first: bytes, rest: AsyncIterator[bytes], file_id: str) -> AsyncIterator[bytes]:

@@ -14,6 +14,8 @@ from everlift.errors import OutOfRange
 
 #: Maximum size of the part of a file that one object of the ledger holds, before its compression.
 CHUNK_BYTES = 1 << 19
+#: Head of a chunk of results: the number of bytes of the output file, and whether it is full.
+_RESULTS_HEAD = struct.Struct("<Q?")
 
 
 class FileBody(TypedDict):
@@ -33,9 +35,10 @@ class FileBody(TypedDict):
 class FileRecord:
     """Description of a file; times are in seconds since 1970.
 
-    ``digest`` is the SHA-256 of the content in hexadecimal form. The content of a result file is
-    stored with the batch ``batch_id``; it is empty for other files. ``sibling`` is the id of the
-    batch's other result file.
+    ``digest`` is the SHA-256 of the content in hexadecimal form, and ``content_id`` the id under
+    which the content is stored. Result files have neither: their content is stored with the batch
+    ``batch_id``, which is empty for other files. ``sibling`` is the id of the batch's other result
+    file.
     """
 
     filename: str
@@ -44,6 +47,7 @@ class FileRecord:
     expires_at: int
     num_bytes: int = 0
     digest: str = ""
+    content_id: str = ""
     batch_id: str = ""
     part: Literal["", "output", "errors"] = ""
     sibling: str = ""
@@ -80,10 +84,14 @@ def unpack(data: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ResultChunk:
-    """Lines of a batch's output file and of its error file that are stored together."""
+    """Lines of a batch's output file and of its error file that are stored together.
+
+    ``is_full``: no more lines are added, and the next chunk may exist.
+    """
 
     output: bytes = b""
     errors: bytes = b""
+    is_full: bool = False
 
     def __add__(self, other: ResultChunk) -> ResultChunk:
         return ResultChunk(self.output + other.output, self.errors + other.errors)
@@ -93,13 +101,14 @@ class ResultChunk:
         return len(self.output) + len(self.errors)
 
     def to_bytes(self) -> bytes:
-        return struct.pack("<Q", len(self.output)) + pack(self.output + self.errors)
+        head = _RESULTS_HEAD.pack(len(self.output), self.is_full)
+        return head + pack(self.output + self.errors)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        (num_output_bytes,) = struct.unpack_from("<Q", data)
-        both = unpack(data[8:])
-        return cls(both[:num_output_bytes], both[num_output_bytes:])
+        num_output_bytes, is_full = _RESULTS_HEAD.unpack_from(data)
+        both = unpack(data[_RESULTS_HEAD.size :])
+        return cls(both[:num_output_bytes], both[num_output_bytes:], is_full)
 
 
 class LineSplitter:

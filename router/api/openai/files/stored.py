@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from everlift.errors import OutOfRange, RequestConflict, UnknownObject
+from everlift.errors import EverliftError, OutOfRange, RequestConflict, UnknownObject
 from router.api.openai.files.record import FileRecord, LineSplitter, ResultChunk, pack, unpack
 from router.api.openai.object_ids import is_id, new_id
 from router.auth.caller import Caller
 from router.ledger.base import MAX_PAGE_SIZE, Ledger
 from router.ledger.objects import ObjectConflict, object_name
+from router.requests.registry import KeyedLock
 
 FILE_PREFIX = "file-"
 _KIND, _CHUNKS, _RESULTS = "files", "file_chunks", "batch_results"
@@ -42,62 +44,71 @@ class StoredFiles:
         self.ledger_time = ledger_time
         self.retention_s = retention_s
         self.max_bytes = max_bytes
+        #: held by the upload of a file, by tenant
+        self._locks = KeyedLock()
 
     def new_id(self) -> str:
         return new_id(FILE_PREFIX, self.ledger_time())
 
-    def expiry(self, seconds: float | None) -> int:
-        """Return the time at which a new file expires that is kept for ``seconds``.
-
-        None means the default retention.
-        """
-        return round(self.ledger_time() + (self.retention_s if seconds is None else seconds))
+    def kept_s(self, seconds: int | None) -> int:
+        """Return the seconds for which a file is kept; None means the default retention."""
+        return round(self.retention_s) if seconds is None else seconds
 
     async def create(
         self, caller: Caller, file_id: str, record: FileRecord, parts: AsyncIterator[bytes]
     ) -> FileRecord:
         """Store a file with the content ``parts``, each of at most CHUNK_BYTES, and return it.
 
-        If the file exists because the call is repeated, it is only compared. Raises RequestConflict
-        if it has another content, LedgerFull and LedgerUnavailable.
+        ``record`` has the number of bytes. If the file exists because the call is repeated, it is
+        only compared. Raises RequestConflict if it has another content, OutOfRange if the tenant
+        has no room for it, LedgerFull and LedgerUnavailable.
         """
-        known = await self._read(_name(caller, file_id))
-        digest, num_bytes, number = hashlib.sha256(), 0, 0
-        async for part in parts:
-            digest.update(part)
-            num_bytes += len(part)
+        # Files that are uploaded at the same time must not exceed the limit together.
+        async with self._locks.hold(caller.tenant):
+            known = await self._read(_name(caller, file_id))
             if known is None:
-                await self._put_chunk(caller, file_id, number, part, record)
-            number += 1
-        record = replace(record, num_bytes=num_bytes, digest=digest.hexdigest())
-        if known is None:
-            try:
-                await self._ledger.put_object(
-                    _name(caller, file_id), record.to_bytes(), 0, self._left_s(record.expires_at)
-                )
-            except ObjectConflict:
+                await self.check_room(caller, record.num_bytes)
+                record = replace(record, content_id=self.new_id())
+                digest = await self._put_chunks(caller, record, parts)
+                record = replace(record, digest=digest)
+                with suppress(ObjectConflict):
+                    await self._put(caller, file_id, record, 0)
+                    return record
+                # The same call was sent to another router at the same time.
+                await self._delete_content(caller, record)
                 known = await self.get(caller, file_id)
-        if known is not None and known.digest != record.digest:
+            else:
+                digest = await _digest(parts)
+        if known.digest != digest:
             raise RequestConflict("another file was uploaded with this idempotency-key")
-        return known or record
+        return known
 
     async def put(self, caller: Caller, file_id: str, record: FileRecord) -> None:
         """Store the record of a file that only this caller changes."""
+        known = await self._ledger.get_object(_name(caller, file_id))
+        await self._put(caller, file_id, record, known.version if known else 0)
+
+    async def _put(self, caller: Caller, file_id: str, record: FileRecord, version: int) -> None:
         name, data = _name(caller, file_id), record.to_bytes()
-        known = await self._ledger.get_object(name)
-        version = known.version if known else 0
         await self._ledger.put_object(name, data, version, self._left_s(record.expires_at))
 
-    async def _put_chunk(
-        self, caller: Caller, file_id: str, number: int, part: bytes, record: FileRecord
-    ) -> None:
-        name = _chunk_name(caller, file_id, number)
-        data, left_s = await asyncio.to_thread(pack, part), self._left_s(record.expires_at)
+    async def _put_chunks(
+        self, caller: Caller, record: FileRecord, parts: AsyncIterator[bytes]
+    ) -> str:
+        """Store the content of a new file, and return its digest. After an error, delete it."""
+        digest, number = hashlib.sha256(), 0
         try:
-            await self._ledger.put_object(name, data, 0, left_s)
-        except ObjectConflict as conflict:
-            # An earlier call with the same idempotency key has stored it.
-            await self._ledger.put_object(name, data, conflict.version, left_s)
+            async for part in parts:
+                digest.update(part)
+                data = await asyncio.to_thread(pack, part)
+                name = _chunk_name(caller, record.content_id, number)
+                await self._ledger.put_object(name, data, 0, self._left_s(record.expires_at))
+                number += 1
+        except EverliftError:
+            with suppress(EverliftError):
+                await self._delete_content(caller, record)
+            raise
+        return digest.hexdigest()
 
     async def put_results(
         self,
@@ -162,34 +173,40 @@ class StoredFiles:
         """Delete a file. Raises UnknownObject and LedgerUnavailable."""
         record = await self.get(caller, file_id)
         await self._ledger.delete_object(_name(caller, file_id))
-        if not record.batch_id:
-            await self._delete_chunks(partial(_chunk_name, caller, file_id))
-        elif await self._read(_name(caller, record.sibling)) is None:
-            await self._delete_chunks(partial(_results_name, caller, record.batch_id))
+        if not record.batch_id or await self._read(_name(caller, record.sibling)) is None:
+            await self._delete_content(caller, record)
 
-    async def _delete_chunks(self, name_of: Callable[[int], str]) -> None:
-        number = 0
+    async def _delete_content(self, caller: Caller, record: FileRecord) -> None:
+        """Delete the content of a file; that of a result file includes its sibling's."""
+        name_of, number = partial(_chunk_name, caller, record.content_id), 0
+        if record.batch_id:
+            name_of = partial(_results_name, caller, record.batch_id)
         while await self._ledger.delete_object(name_of(number)):
             number += 1
 
     async def content(
         self, caller: Caller, file_id: str, record: FileRecord
     ) -> AsyncIterator[bytes]:
-        """Yield the content of a file in parts. Raises LedgerUnavailable."""
-        number = 0
-        while (part := await self._part(caller, file_id, record, number)) is not None:
+        """Yield the content of a file in parts.
+
+        Raises UnknownObject if the file was deleted or has expired meanwhile, and
+        LedgerUnavailable.
+        """
+        number = num_bytes = 0
+        while (part := await self._part(caller, record, number)) is not None:
             yield part
             number += 1
+            num_bytes += len(part)
+        if num_bytes < record.num_bytes:
+            raise UnknownObject(f"the content of the file {file_id} was deleted or has expired")
 
-    async def _part(
-        self, caller: Caller, file_id: str, record: FileRecord, number: int
-    ) -> bytes | None:
+    async def _part(self, caller: Caller, record: FileRecord, number: int) -> bytes | None:
         if record.batch_id:
             known = await self.results(caller, record.batch_id, number)
             if known is None:
                 return None
             return known[0].output if record.part == "output" else known[0].errors
-        stored = await self._ledger.get_object(_chunk_name(caller, file_id, number))
+        stored = await self._ledger.get_object(_chunk_name(caller, record.content_id, number))
         return None if stored is None else await asyncio.to_thread(unpack, stored.data)
 
     async def lines(
@@ -203,7 +220,7 @@ class StoredFiles:
         splitter = LineSplitter(max_line_bytes)
         record = await self.get(caller, file_id)
         async for part in self.content(caller, file_id, record):
-            yield splitter.feed(part)
+            yield await asyncio.to_thread(splitter.feed, part)
         if splitter.rest:
             yield [splitter.rest]
 
@@ -221,8 +238,8 @@ def _name(caller: Caller, file_id: str) -> str:
     return object_name(caller.tenant, _KIND, file_id)
 
 
-def _chunk_name(caller: Caller, file_id: str, number: int) -> str:
-    return object_name(caller.tenant, _CHUNKS, f"{file_id}:{number:06}")
+def _chunk_name(caller: Caller, content_id: str, number: int) -> str:
+    return object_name(caller.tenant, _CHUNKS, f"{content_id}:{number:06}")
 
 
 def _results_name(caller: Caller, batch_id: str, number: int) -> str:
@@ -231,3 +248,10 @@ def _results_name(caller: Caller, batch_id: str, number: int) -> str:
 
 def _unknown(file_id: str) -> UnknownObject:
     return UnknownObject(f"there is no file {file_id[:64]}")
+
+
+async def _digest(parts: AsyncIterator[bytes]) -> str:
+    digest = hashlib.sha256()
+    async for part in parts:
+        digest.update(part)
+    return digest.hexdigest()

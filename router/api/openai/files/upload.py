@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException
 from starlette.requests import Request
@@ -24,6 +25,7 @@ from everlift.errors import (
 from router.api.http.endpoint import Call
 from router.api.openai.batches.fields import MAX_EXPIRY_S, MIN_EXPIRY_S
 from router.api.openai.files.record import CHUNK_BYTES
+from router.event_loop import now
 
 _MEDIA_TYPE = "multipart/form-data"
 _EXPIRY = re.compile(r"[0-9]{1,9}")
@@ -31,8 +33,9 @@ _NAMES = ("expires_after[anchor]", "expires_after[seconds]", "file", "purpose")
 _MAX_NAME = 255
 #: Bytes of a body beside the content of its file.
 _OVERHEAD_BYTES = 1 << 16
-#: Longest time between two parts of a body.
-_SILENCE_S = 60.0
+#: A body must arrive within this many seconds, and a second more for each _MIN_BYTES_PER_S.
+_BODY_TIMEOUT_S = 60.0
+_MIN_BYTES_PER_S = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +63,13 @@ async def received(call: Call, max_bytes: int) -> AsyncIterator[Upload]:
     A file of more than 1 MiB is kept in a temporary file. Raises InvalidRequest if the body is
     malformed, arrives too slowly, or has more than ``max_bytes`` bytes.
     """
-    if call.headers.get("content-type", "").partition(";")[0].strip().lower() != _MEDIA_TYPE:
+    call.check_encoding()
+    media_type, options = parse_options_header(call.headers.get("content-type", ""))
+    if media_type.lower() != _MEDIA_TYPE.encode():
         raise UnsupportedMediaType(f"the body must be {_MEDIA_TYPE}")
+    if options.get(b"charset", b"utf-8").lower() not in (b"utf-8", b"utf8"):
+        # Some of Python's character sets take quadratic time.
+        raise UnsupportedMediaType(f"the charset of {_MEDIA_TYPE} must be utf-8")
     request = Request(call.request.scope, _LimitedReceive(call.request, max_bytes))
     try:
         form = await request.form(max_files=1, max_fields=len(_NAMES))
@@ -101,19 +109,21 @@ def _expiry(form: FormData) -> int | None:
 
 
 class _LimitedReceive:
-    """Receiver of a body, which must be short and arrive without long pauses."""
+    """Receiver of a body, which must not be too large or arrive too slowly."""
 
     def __init__(self, request: Request, max_bytes: int) -> None:
         self._receive = request.receive
         self._max_bytes = max_bytes
         self._num_bytes = 0
+        self._started_at = now()
 
     async def __call__(self) -> Message:
+        due_s = _BODY_TIMEOUT_S + self._num_bytes / _MIN_BYTES_PER_S
         try:
-            async with asyncio.timeout(_SILENCE_S):
+            async with asyncio.timeout(due_s - (now() - self._started_at)):
                 message = await self._receive()
         except TimeoutError:
-            raise BodyTooSlow(f"no part of the body arrived within {_SILENCE_S:g} s") from None
+            raise BodyTooSlow(f"the body did not arrive within {due_s:.0f} s") from None
         self._num_bytes += len(message.get("body", b""))
         if self._num_bytes > self._max_bytes + _OVERHEAD_BYTES:
             raise MessageTooLarge(

@@ -331,12 +331,16 @@ def test_class_floor_gives_lower_class_its_share_of_work() -> None:
     assert 0.1 * served[1] - 20 <= served[0] <= 0.1 * served[1]
 
 
-def test_class_of_batches_has_no_share() -> None:
+def test_class_floor_gives_batches_no_share() -> None:
     queue = AdmissionQueue(Fifo(), 0.5)
-    for number in range(100):
-        queue.push(waiting(f"high{number}", float(number), 50, priority=1))
+    for number in range(20):
+        queue.push(waiting(f"high{number}", float(number), 50))
         queue.push(waiting(f"batch{number}", float(number), 1, priority=BATCH_PRIORITY))
-    assert [queue.pop(500.0).priority for _ in range(101)] == [1] * 100 + [BATCH_PRIORITY]
+        queue.push(waiting(f"low{number}", float(number), 50, priority=BATCH_PRIORITY + 1))
+    order = drain(queue, 500.0)
+    # Only the class above the batches earns a share.
+    assert order[40:] == [f"batch{number}" for number in range(20)]
+    assert order.index("low0") < order.index("high19")
 
 
 @given(
