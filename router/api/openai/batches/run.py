@@ -250,6 +250,8 @@ class BatchRun:
             num_begun -= 1
             code, message = f"batch_{ending}", _MESSAGES[ending]
             self._results.append(unanswered(batch_id, line, code, message))
+            # There may be many lines.
+            await asyncio.sleep(0)
         await self._cancel_in_progress()
 
     async def _cancel_in_progress(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -23,6 +24,7 @@ from everlift.errors import (
 from router.api.openai.batches import run, runners
 from router.auth.caller import ANYONE
 from router.auth.limits import Limits
+from router.event_loop import FREEZE_S
 from tests.support.in_process import until
 from tests.support.router.batch_routers import KEPT_S, FakeRouter, Model, Objects, input_lines
 
@@ -364,6 +366,30 @@ async def test_clock_jumps_do_not_lose_lines(router: FakeRouter) -> None:
     router.model.released.set()
     record = await router.ended(batch_id)
     assert (record.status, await router.results(record)) == ("completed", OK)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_large_batch_does_not_block_the_event_loop(
+    objects: Objects, is_cancelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_SAVE_S", 0.2)
+    router = FakeRouter(objects, size=512)
+    router.files.max_bytes = 64 << 20
+    batch_id = await router.create(input_lines(f"line-{number:06}" for number in range(50_000)))
+    if is_cancelled:
+        await router.cancel(batch_id)
+    router.start()
+    longest, status = 0.0, ""
+    while status not in ("completed", "cancelled"):
+        due = time.monotonic() + 0.01
+        await asyncio.sleep(0.01)
+        longest = max(longest, time.monotonic() - due)
+        status = (await router.batches.get(ANYONE, batch_id)).record.status
+    record = await router.ended(batch_id)
+    assert record.counts.completed + record.counts.failed == 50_000
+    assert len(await router.results(record)) == 50_000
+    assert longest < FREEZE_S, longest
+    await router.stop()
 
 
 @pytest.fixture
