@@ -16,7 +16,7 @@ _DONE = "[DONE]"
 
 @dataclass(slots=True)
 class Received:
-    """What a client has received of one stream.
+    """Output that a client has received of one stream.
 
     ``num_pieces`` counts the events with text. ``last_id`` is the id of the last event; empty if
     the endpoint sends none. ``error`` says why the stream ended early; empty if it did not.

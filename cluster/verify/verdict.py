@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Verdict(Enum):
-    """What became of a disturbed stream, in order of severity."""
+    """Fate of a disturbed stream, in order of severity."""
 
     #: the client received the undisturbed output
     EXACT = "exact"

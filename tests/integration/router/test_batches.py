@@ -348,7 +348,7 @@ async def test_interactive_request_overtakes_a_batch(parts: Cluster, address: st
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
-async def test_other_router_takes_a_batch_over(
+async def test_batch_is_taken_over_by_another_router(
     is_stopped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runners, "_SCAN_S", 0.1)
