@@ -20,7 +20,8 @@ from cluster.verify.verification import Case, Probe, Verification, probes
 
 EXAMPLES = """
 Half of the chats are greedy, half are sampled with a seed. Each disturbed stream must have the text
-of the undisturbed one. The API key is read from EVERLIFT_API_KEY.
+of the undisturbed one; streams that have ended before are not counted. The API key is read from
+EVERLIFT_API_KEY.
 
 - **exact:** the client received the undisturbed output
 - **lost:** the stream ended early

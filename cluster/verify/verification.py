@@ -87,24 +87,29 @@ class Verification:
     async def broken_connection(self, at: int) -> Case:
         """Break each connection after ``at`` pieces, and send the request again.
 
+        Streams with fewer pieces are left out.
+
         The request has the same idempotency key and, if the endpoint sends ids of events, the last
         one. Without these, the endpoint cannot continue: it starts the request again.
         """
 
-        async def read(probe: Probe) -> Verdict:
+        async def read(probe: Probe) -> Verdict | None:
             key, received = secrets.token_hex(8), Received()
             await self._endpoint.read(probe.body, key, received, at)
-            if not received.is_finished and not received.error:
+            if received.is_finished:
+                return None
+            if not received.error:
                 await self._endpoint.read(probe.body, key, received)
             return verdict(self.expected[probe.name], received.text)
 
         verdicts = await asyncio.gather(*map(read, self._probes))
-        return _case(f"broken at piece {at}", verdicts)
+        return _case(f"broken at piece {at}", [each for each in verdicts if each is not None])
 
     async def killed(self, command: str, at: int) -> Case:
         """Run a shell command once half of the streams have ``at`` pieces.
 
-        Raises VerificationFailed if the command fails, or the endpoint does not answer afterwards.
+        Streams that have ended before the command does are left out. Raises VerificationFailed if
+        the command fails, or the endpoint does not answer afterwards.
         """
         streams = {probe.name: Received() for probe in self._probes}
         is_due = asyncio.Event()
@@ -120,8 +125,9 @@ class Verification:
         await asyncio.wait((reading, waiting), return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         await _run(command)
+        disturbed = [name for name, it in streams.items() if not it.is_finished]
         await reading
-        verdicts = [verdict(self.expected[name], it.text) for name, it in streams.items()]
+        verdicts = [verdict(self.expected[name], streams[name].text) for name in disturbed]
         await self._recovered()
         return _case(f"killed at piece {at}", verdicts)
 
@@ -159,5 +165,11 @@ async def _run(command: str) -> None:
 
 
 def _case(name: str, verdicts: Sequence[Verdict]) -> Case:
+    """Return the case of some streams. Raises VerificationFailed if there is none."""
+    if not verdicts:
+        raise VerificationFailed(
+            f"{name}: every stream had ended before: raise --max-tokens, or add a field to --body "
+            "that makes outputs longer"
+        )
     found = Counter(verdicts)
     return Case(name, {each.value: found[each] for each in Verdict})

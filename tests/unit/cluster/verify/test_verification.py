@@ -132,6 +132,8 @@ async def test_fault_after_a_kill_is_found(fault: str, expected: str, tmp_path: 
     ("arguments", "cause"),
     [
         (["--kill", "exit 3"], "ended with status 3"),
+        (["--kill", "sleep 1"], "every stream had ended before"),
+        (["--at", "30"], "every stream had ended before"),
         (["--at", "0"], "--at needs numbers above 0"),
         (["--body", "[]"], "--body must be a JSON object"),
         (["--body", "{"], "--body is not JSON"),
