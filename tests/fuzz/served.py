@@ -35,9 +35,13 @@ from router.api.grpc.inference_server import InferenceServer
 from router.api.http_api import Api
 from router.api.kserve.server import KserveServer
 from router.api.openai.answering import Answering
+from router.api.openai.batches.batches import Batches
+from router.api.openai.batches.stored import StoredBatches
 from router.api.openai.conversations.conversations import Conversations
 from router.api.openai.conversations.stored import StoredConversations
 from router.api.openai.explaining import Explaining
+from router.api.openai.files.files import Files
+from router.api.openai.files.stored import StoredFiles
 from router.api.openai.responses.responses import Responses
 from router.api.openai.responses.stored import StoredResponses
 from router.api.openai.texts import Texts
@@ -64,6 +68,8 @@ from worker.runner.fake_runner import FakeRunner
 _CONFIG = replace(CONFIG, max_queued=4096)
 #: Bodies and messages of a case are far smaller: those that say that they are larger are refused.
 MAX_MESSAGE_BYTES = 1 << 16
+#: Limits of files, which are never deleted.
+_FILES_KEPT_S, _FILES_BYTES = 5.0, 1 << 20
 #: In which a call ends; half of them take a moment each.
 _MOST_ROUNDS = 100
 
@@ -103,9 +109,10 @@ class Served:
         renderer = ChatRenderer(model, template)
         answering = Answering(_CONFIG, inference, model, renderer)
         stored = StoredResponses(inference, renderer, model)
-        conversations = StoredConversations(
-            self.gateway.ledger, stored, self.gateway.requests.ledger_time
-        )
+        ledger, ledger_time = self.gateway.ledger, self.gateway.requests.ledger_time
+        conversations = StoredConversations(ledger, stored, ledger_time)
+        files = StoredFiles(ledger, ledger_time, _FILES_KEPT_S, _FILES_BYTES)
+        batches = StoredBatches(ledger, ledger_time, _FILES_KEPT_S)
         return Api(
             OPEN,
             answering,
@@ -118,6 +125,8 @@ class Served:
             self.gateway.requests,
             MetricsServer(CollectorRegistry()),
             MAX_MESSAGE_BYTES,
+            files=Files(files, batches, ledger),
+            batches=Batches(batches, files, ledger, lambda: None),
         ).app(("http://page",))
 
     def _chaos(self) -> Chaos:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from math import ceil
 from random import Random
 
-from tests.fuzz import chat, native, web
+from tests.fuzz import chat, native, uploads, web
 from tests.fuzz.mutation import case
 from tests.fuzz.target import Target
 
-TARGETS: tuple[Target, ...] = (*native.TARGETS, *web.TARGETS, *chat.TARGETS)
+TARGETS: tuple[Target, ...] = (
+    *native.TARGETS,
+    *web.TARGETS,
+    *uploads.TARGETS,
+    *chat.TARGETS,
+)
 
 
 def by_name(name: str) -> Target:

@@ -26,6 +26,8 @@ from router.api.http.connection import Connection
 from router.api.http.event_id import EventId
 from router.api.http.fields import Fields, parse
 from router.api.openai import fields, submissions
+from router.api.openai.batches.fields import BatchFields
+from router.api.openai.batches.record import window_s
 from router.api.openai.conversations.fields import ConversationFields
 from router.api.openai.conversations.record import ConversationRecord, shown_item
 from router.api.openai.responses.fields import InputTokensFields, ResponseFields
@@ -40,6 +42,8 @@ from router.observability.metrics.http_server import MAX_HEAD_BYTES, MetricsServ
 from tests.fuzz.mutation import json_reshaped, parts_reshaped
 from tests.fuzz.served import Served, Transport, ended, served
 from tests.fuzz.target import CASE_S, Finding, Run, Target, event_loop
+from tests.fuzz.uploads import UPLOADS
+from tests.support.router.batch_client import FORM
 
 CHAT = {
     "model": "fake",
@@ -132,6 +136,13 @@ CONVERSATION = {
 }
 TOKENIZED = {"prompt": "Hello", "add_special_tokens": False, "return_token_strs": True}
 DETOKENIZED = {"tokens": [1, 255, 1023]}
+BATCH = {
+    "input_file_id": f"file-{'0' * 32}",
+    "endpoint": "/v1/completions",
+    "completion_window": "24h",
+    "metadata": {"a": "b"},
+    "output_expires_after": {"anchor": "created_at", "seconds": 3600},
+}
 
 _SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 _PERSON = {"type": "json_schema", "schema": {"type": "object"}}
@@ -205,6 +216,7 @@ BODIES: dict[str, tuple[dict[str, Any], ...]] = {
     "/v1/messages": (MESSAGE,),
     "/v1/messages/count_tokens": (COUNTED,),
     "/v1/conversations": (CONVERSATION, {"metadata": {}}),
+    "/v1/batches": (BATCH,),
     "/tokenize": (TOKENIZED, {"messages": PLAIN_CHAT["messages"]}),
     "/detokenize": (DETOKENIZED,),
 }
@@ -220,6 +232,7 @@ _KINDS: dict[str, type[Fields]] = {
     "/v1/messages": MessagesFields,
     "/v1/messages/count_tokens": CountTokensFields,
     "/v1/conversations": ConversationFields,
+    "/v1/batches": BatchFields,
     "/tokenize": fields.TokenizeFields,
     "/detokenize": fields.DetokenizeFields,
 }
@@ -241,6 +254,8 @@ def _body(data: bytes) -> None:
         tool_use(read)
     if isinstance(read, ConversationFields):
         _conversation(read)
+    if isinstance(read, BatchFields):
+        window_s(read.completion_window)
     if isinstance(read, ResponseFields):
         record = Record.of(read, 1, ["a"])
         again = Record.from_bytes(record.to_bytes())
@@ -320,6 +335,7 @@ def chunked(path: str, content: bytes) -> bytes:
     return head.encode() + chunks + b"0\r\nx-trailer: a\r\n\r\n"
 
 
+_JSON_TYPE, _FORM_TYPE = b"application/json", FORM["content-type"].encode()
 _CONTENT = json.dumps(COMPLETION).encode()
 _MORE = "x-request-id: r\r\naccept: */*\r\norigin: http://page\r\ntraceparent: 00-a-b-01\r\n"
 REQUESTS = (
@@ -332,6 +348,15 @@ REQUESTS = (
     request("/v1/models/%66ake?a=b#c", b"", "upgrade: h2c\r\nconnection: upgrade\r\n", "GET"),
     request("/v1/requests/r:1/explanation", b"", method="GET"),
     request("/health", b"", "expect: 100-continue\r\n", "HEAD"),
+    *(
+        request("/v1/files", each, "idempotency-key: k\r\n").replace(_JSON_TYPE, _FORM_TYPE, 1)
+        for each in UPLOADS
+    ),
+    request("/v1/files?limit=2&order=asc&purpose=batch", b"", method="GET"),
+    request(f"/v1/files/{BATCH['input_file_id']}/content", b"", method="GET"),
+    request(f"/v1/files/{BATCH['input_file_id']}", b"", method="DELETE"),
+    request("/v1/batches?limit=2&after=batch_1", b"", method="GET"),
+    request(f"/v1/batches/batch_{'0' * 32}/cancel", b""),
 )
 ODD_LINES = (
     *(b"transfer-encoding: chunked", b"transfer-encoding: gzip, chunked", b"content-length: 5"),

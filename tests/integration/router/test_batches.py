@@ -410,7 +410,7 @@ async def test_batches_of_tenants_are_separate(tmp_path: Path) -> None:
             assert (await get(address, at, other)).json["data"] == []
 
 
-async def test_left_download_does_not_disturb_the_router(address: str) -> None:
+async def test_download_that_is_left_does_not_disturb_the_router(address: str) -> None:
     file_id = (await upload(address, bytes(range(256)) * (1 << 14))).json["id"]
     path = f"/v1/files/{file_id}/content"
     async with streamed(address, path, method="GET") as stream:

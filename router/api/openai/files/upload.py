@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, UploadFile
-from starlette.formparsers import MultiPartException
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.types import Message
 
@@ -26,6 +27,9 @@ from router.api.http.endpoint import Call
 from router.api.openai.batches.fields import MAX_EXPIRY_S, MIN_EXPIRY_S
 from router.api.openai.files.record import CHUNK_BYTES
 from router.event_loop import now
+
+# It warns of each malformed form.
+logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 _MEDIA_TYPE = "multipart/form-data"
 _EXPIRY = re.compile(r"[0-9]{1,9}")
@@ -72,7 +76,8 @@ async def received(call: Call, max_bytes: int) -> AsyncIterator[Upload]:
         raise UnsupportedMediaType(f"the charset of {_MEDIA_TYPE} must be utf-8")
     request = Request(call.request.scope, _LimitedReceive(call.request, max_bytes))
     try:
-        form = await request.form(max_files=1, max_fields=len(_NAMES))
+        parser = _Parser(request.headers, request.stream(), max_files=1, max_fields=len(_NAMES))
+        form = await parser.parse()
     except (MultiPartException, FormParserError) as error:
         raise MalformedBody(f"the body is no valid form: {error}") from None
     try:
@@ -106,6 +111,23 @@ def _expiry(form: FormData) -> int | None:
             f"expires_after.seconds must be {MIN_EXPIRY_S} to {MAX_EXPIRY_S}", field="expires_after"
         )
     return int(seconds)
+
+
+class _Parser(MultiPartParser):
+    """Parser of forms that rejects an incomplete one."""
+
+    _is_complete = False
+
+    def on_end(self) -> None:
+        self._is_complete = True
+
+    async def parse(self) -> FormData:
+        form = await super().parse()
+        if not self._is_complete:
+            for file in self._files_to_close_on_error:
+                file.close()
+            raise MultiPartException("the last boundary is missing")
+        return form
 
 
 class _LimitedReceive:

@@ -126,8 +126,6 @@ _FILE = b'--%s\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n'
 _END = b"\r\n--%s--\r\n" % BOUNDARY.encode()
 
 
-# Starlette leaves the temporary file of an incomplete part to the garbage collector.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     "body",
     [
