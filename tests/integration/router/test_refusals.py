@@ -176,7 +176,7 @@ CASES = [
     resumption(
         "`Last-Event-ID` of an unknown", "unknown_request", 404, "b", f"0.0.{token_digest(()):016x}"
     ),
-    resumption("`Last-Event-ID` behind output", "data_loss", 500, "c", BEHIND_OUTPUT),
+    resumption("`Last-Event-ID` after output", "data_loss", 500, "c", BEHIND_OUTPUT),
     resumption("`Last-Event-ID` of a request", "forgotten_request", 404, "erased", BEHIND_OUTPUT),
     Case("a body above", "message_too_large", b" " * (33 << 20), status=413),
     Case("a body that is not JSON", "malformed_body", b"{"),
