@@ -104,9 +104,7 @@ def _line(number: int, data: bytes) -> Line:
     """Parse a line. Raises ValueError if it is invalid."""
     try:
         fields = json.loads(data)
-    except RecursionError as error:
-        raise ValueError(f"not JSON: {error}") from None
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError("not a JSON object")

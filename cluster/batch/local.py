@@ -44,7 +44,6 @@ class LocalBatch:
         """
         room = asyncio.Semaphore(_CONCURRENCY)
         tasks: list[asyncio.Task[int]] = []
-        # Not except*, because Python before 3.11.4 wraps an exception raised there in a group.
         try:
             async with asyncio.TaskGroup() as group:
                 for line in lines:
@@ -53,6 +52,7 @@ class LocalBatch:
                         task = group.create_task(self._do(line))
                         task.add_done_callback(lambda _: room.release())
                         tasks.append(task)
+        # Not except*, because Python before 3.11.4 wraps an exception raised there in a group.
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return sum(task.result() for task in tasks)

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from cluster.batch.lines import Line
@@ -147,19 +148,20 @@ class ClusterBatch:
         Raises UnknownObject, and appends nothing, if the cluster does not have them any more.
         """
         names = [batch[name] for name in ("output_file_id", "error_file_id") if batch[name]]
-        for name in names:
-            await self._retried(self.api.get, f"v1/files/{name}")
-        for name in names:
-            async for line in self.api.read_lines(f"v1/files/{name}/content"):
-                record = json.loads(line)
-                if record["custom_id"] not in self.results:
-                    self.results.append(record)
+        # All are read before any is appended, because a later run with fewer lines would not find
+        # the same batch.
+        found = [await self._retried(self._lines, name) for name in names]
+        for record in map(json.loads, chain(*found)):
+            self.results.append(record)
         for name in (*names, batch["input_file_id"]):
             try:
                 await self.api.delete(f"v1/files/{name}")
             except EverliftError:
                 # It expires later.
                 continue
+
+    async def _lines(self, name: str) -> list[bytes]:
+        return [line async for line in self.api.read_lines(f"v1/files/{name}/content")]
 
     async def _retried(self, call: Callable[..., Awaitable[Any]], *arguments: object) -> Any:
         """Call ``call(*arguments)`` until the cluster has room for it, and return the result.

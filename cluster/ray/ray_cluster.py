@@ -76,6 +76,11 @@ class RayCluster:
         several routers. After an error everything that was started is stopped. Missing nodes of a
         Ray cluster are no error: the call waits for them.
         """
+        if self.config.worker.engine != "everlift" or self.config.worker.python:
+            raise ClusterFailed(
+                "worker.engine and worker.python are not supported under Ray yet: start with "
+                "--no-ray"
+            )
         routers = self.config.autoscale.max_routers or self.config.num_routers
         if self.config.ray_address == LOCAL and routers > 1:
             raise ClusterFailed(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
@@ -25,8 +24,8 @@ def known_tokens(params: Any) -> list[int]:
     return list((arguments or {}).get(KNOWN) or [])
 
 
-class _Continuing(Scheduler):
-    """Part of both schedulers."""
+class ContinuingScheduler(Scheduler):
+    """Scheduler that continues sequences; each step runs after the previous one has ended."""
 
     #: called with each planned step that computes something, and the requests preempted before it
     on_scheduled: Callable[[SchedulerOutput, Sequence[str]], None] | None = None
@@ -64,11 +63,3 @@ class _Continuing(Scheduler):
             preempted, self._preempted = self._preempted, []
             self.on_scheduled(output, preempted)
         return output
-
-
-class ContinuingScheduler(_Continuing):
-    """Scheduler for steps that run one after the other."""
-
-
-class ContinuingAsyncScheduler(_Continuing, AsyncScheduler):
-    """Scheduler for steps that are planned while the device computes."""

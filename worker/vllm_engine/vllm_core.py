@@ -30,7 +30,6 @@ from worker.vllm_engine.params import sampling_params
 from worker.vllm_engine.prefix_cache import PrefixCache, RemovedBlocks, StoredBlocks
 
 _SCHEDULER = "worker.vllm_engine.scheduling.ContinuingScheduler"
-_ASYNC_SCHEDULER = "worker.vllm_engine.scheduling.ContinuingAsyncScheduler"
 _CPU_WORKER = "worker.vllm_engine.cpu_worker.ContinuingCPUWorker"
 _STOPS = {FinishReason.STOP: Stop.EOS, FinishReason.LENGTH: Stop.LENGTH}
 
@@ -223,7 +222,8 @@ def _vllm_config(config: WorkerConfig) -> VllmConfig:
         "skip_tokenizer_init": False,
         # The router has read the model's sampling defaults.
         "generation_config": "vllm",
-        "scheduler_cls": _SCHEDULER if _is_cpu() else _ASYNC_SCHEDULER,
+        "scheduler_cls": _SCHEDULER,
+        "async_scheduling": False,
         "disable_log_stats": True,
     }
     if config.max_model_len:
@@ -239,4 +239,8 @@ def _vllm_config(config: WorkerConfig) -> VllmConfig:
         arguments["kv_cache_memory_bytes"] = config.cpu_kv_cache_mib << 20
     else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
-    return EngineArgs(**arguments).create_engine_config()
+    found = EngineArgs(**arguments).create_engine_config()
+    if not _is_cpu() and not found.use_v2_model_runner:
+        # Version 1 ignores the output that a sequence has when it is queued, without an error.
+        raise ValueError("vLLM's model runner V1 cannot continue sequences on a GPU")
+    return found

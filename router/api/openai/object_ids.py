@@ -8,9 +8,7 @@ import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 
-from everlift.errors import InvalidRequest
-from everlift.request_id import is_request_id
-from router.api.service import IDEMPOTENCY_KEY
+from router.api.service import idempotency_key
 from router.auth.caller import Caller
 from router.ledger.base import Ledger
 from router.ledger.objects import ObjectConflict, object_name
@@ -33,22 +31,22 @@ def is_id(prefix: str, object_id: str) -> bool:
 
 
 async def id_of_call(
-    ledger: Ledger, caller: Caller, headers: Mapping[str, str], new: str, retention_s: float
+    ledger: Ledger,
+    caller: Caller,
+    headers: Mapping[str, str],
+    prefix: str,
+    time_s: float,
+    retention_s: float,
 ) -> str:
-    """Return the id of the object that a call creates: ``new``, or that of an earlier call.
+    """Return the id of the object that a call at ``time_s`` creates, or that of an earlier call.
 
-    An earlier call is one with the same idempotency key and the same kind of object within
-    ``retention_s`` seconds. Raises InvalidRequest if the key is malformed, and LedgerUnavailable.
+    ``prefix`` is that of the id. An earlier call is one with the same idempotency key and prefix
+    within ``retention_s`` seconds. Raises InvalidRequest if the key is malformed, and
+    LedgerUnavailable.
     """
-    key = headers.get(IDEMPOTENCY_KEY, "").strip('"')
-    if not key:
+    new = new_id(prefix, time_s)
+    if not (key := idempotency_key(headers)):
         return new
-    if not is_request_id(key):
-        raise InvalidRequest(
-            f"{IDEMPOTENCY_KEY} must be 1 to 128 characters of A-Z a-z 0-9 . _ : -",
-            field=IDEMPOTENCY_KEY,
-        )
-    prefix = re.split("[0-9a-f]{32}", new)[0]
     digest = hashlib.sha256(f"{prefix}{key}".encode()).hexdigest()
     name = object_name(caller.tenant, _KIND, digest)
     with suppress(ObjectConflict):

@@ -8,7 +8,6 @@ from typing import Generic, Literal, TypeVar
 from typing_extensions import TypedDict
 
 from everlift.errors import InvalidRequest
-from router.api.openai.responses.item_page import query_number
 
 B = TypeVar("B")
 #: Maximum number of objects on a page, and the default.
@@ -23,6 +22,16 @@ class ObjectPage(TypedDict, Generic[B]):
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+def query_number(query: Mapping[str, str], name: str, default: int) -> int:
+    """Return a whole number of the query; ``default`` if it is missing. Raises InvalidRequest."""
+    text = query.get(name)
+    if text is None:
+        return default
+    if not text.isascii() or not text.isdigit() or len(text) > 15:
+        raise InvalidRequest(f"{name} must be a whole number", field=name)
+    return int(text)
 
 
 def page_size(query: Mapping[str, str], most: int = _MAX_PAGE, default: int = _PAGE) -> int:

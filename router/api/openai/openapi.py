@@ -31,13 +31,14 @@ from router.api.openai.explaining import ExplanationBody
 from router.api.openai.fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
 from router.api.openai.files.files import DeletedFile
 from router.api.openai.files.record import FileBody
+from router.api.openai.object_page import ObjectPage
 from router.api.openai.responses.answer import (
     DeletedResponse,
     InputTokenCount,
-    ItemPage,
     ResponseBody,
 )
 from router.api.openai.responses.fields import InputTokensFields, ResponseFields
+from router.api.openai.responses.items import Item
 
 Json = dict[str, Any]
 _REF = "#/components/schemas/{model}"
@@ -75,20 +76,13 @@ class TokenizerInfo(TypedDict):
     chat_template: str | None
 
 
-class FilePage(TypedDict):
-    object: Literal["list"]
-    data: list[FileBody]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
+class ItemPage(ObjectPage[Item]): ...
 
 
-class BatchPage(TypedDict):
-    object: Literal["list"]
-    data: list[BatchBody]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
+class FilePage(ObjectPage[FileBody]): ...
+
+
+class BatchPage(ObjectPage[BatchBody]): ...
 
 
 class ConversationItem(TypedDict):

@@ -15,10 +15,11 @@ from router.api.openai.batches.lines import Answer, Line
 from router.api.openai.batches.record import BatchRecord
 from router.api.openai.batches.run import Parts
 from router.api.openai.batches.runners import Runners
-from router.api.openai.batches.stored import StoredBatch, StoredBatches
+from router.api.openai.batches.stored import BATCH_PREFIX, StoredBatch, StoredBatches
 from router.api.openai.batches.window import Window
 from router.api.openai.files.record import CHUNK_BYTES, FileRecord
 from router.api.openai.files.stored import StoredFiles
+from router.api.openai.object_ids import new_id
 from router.auth.caller import ANYONE, Caller
 from router.auth.limits import NO_LIMITS, Limits
 from router.ledger.memory.memory import MemoryLedger
@@ -192,7 +193,9 @@ class FakeRouter:
             self.files.new_id(),
             **fields,
         )
-        batch = await self.batches.create(caller, self.batches.new_id(), record)
+        batch = await self.batches.create(
+            caller, new_id(BATCH_PREFIX, self.batches.ledger_time()), record
+        )
         self.runners.notify()
         return batch.batch_id
 

@@ -10,7 +10,7 @@ from everlift.errors import InvalidRequest, RateLimited
 from router.api.http.endpoint import Call, JsonResponse
 from router.api.openai.batches.fields import BatchFields
 from router.api.openai.batches.record import BatchRecord, window_s
-from router.api.openai.batches.stored import StoredBatch, StoredBatches
+from router.api.openai.batches.stored import BATCH_PREFIX, StoredBatch, StoredBatches
 from router.api.openai.files.stored import StoredFiles
 from router.api.openai.object_ids import id_of_call
 from router.api.openai.object_page import object_page, page_size
@@ -40,9 +40,13 @@ class Batches:
     async def create(self, call: Call) -> Response:
         fields = await call.fields(BatchFields)
         window_s(fields.completion_window)
-        new_id = self._stored.new_id()
         batch_id = await id_of_call(
-            self._ledger, call.caller, call.headers, new_id, self._files.retention_s
+            self._ledger,
+            call.caller,
+            call.headers,
+            BATCH_PREFIX,
+            self._stored.ledger_time(),
+            self._files.retention_s,
         )
         # An earlier call with the same idempotency key may have failed.
         if not await self._stored.exists(call.caller, batch_id):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from everlift.errors import RequestConflict, UnknownObject
 from router.api.openai.batches.record import BatchRecord
-from router.api.openai.object_ids import is_id, new_id
+from router.api.openai.object_ids import is_id
 from router.auth.caller import Caller
 from router.ledger.base import MAX_PAGE_SIZE, Ledger
 from router.ledger.objects import ObjectConflict, object_name
@@ -45,9 +45,6 @@ class StoredBatches:
         self._ledger = ledger
         self.ledger_time = ledger_time
         self._retention_s = retention_s
-
-    def new_id(self) -> str:
-        return new_id(BATCH_PREFIX, self.ledger_time())
 
     async def create(self, caller: Caller, batch_id: str, record: BatchRecord) -> StoredBatch:
         """Store a new batch; return the existing one if the call is repeated.

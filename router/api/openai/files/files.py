@@ -15,7 +15,7 @@ from everlift.errors import EverliftError, InvalidRequest, UnknownObject
 from router.api.http.endpoint import Call, JsonResponse
 from router.api.openai.batches.stored import StoredBatches
 from router.api.openai.files.record import FileRecord
-from router.api.openai.files.stored import StoredFiles
+from router.api.openai.files.stored import FILE_PREFIX, StoredFiles
 from router.api.openai.files.upload import received
 from router.api.openai.object_ids import id_of_call
 from router.api.openai.object_page import object_page, page_size
@@ -44,11 +44,11 @@ class Files:
     async def create(self, call: Call) -> Response:
         stored = self._stored
         async with received(call, stored.max_bytes) as upload:
-            new_id = stored.new_id()
+            time_s, kept_s = stored.ledger_time(), stored.retention_s
             file_id = await id_of_call(
-                self._ledger, call.caller, call.headers, new_id, stored.retention_s
+                self._ledger, call.caller, call.headers, FILE_PREFIX, time_s, kept_s
             )
-            created_at = round(stored.ledger_time())
+            created_at = round(time_s)
             expires_at = created_at + stored.kept_s(upload.expires_s)
             record = FileRecord(upload.filename, "batch", created_at, expires_at, upload.num_bytes)
             record = await stored.create(call.caller, file_id, record, upload.parts())

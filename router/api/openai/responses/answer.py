@@ -79,14 +79,6 @@ class DeletedResponse(TypedDict):
     deleted: bool
 
 
-class ItemPage(TypedDict):
-    object: Literal["list"]
-    data: list[Item]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
 #: Sequence number before that of the first event.
 FROM_START = -1
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from everlift.errors import InvalidRequest
-from router.api.openai.responses.answer import ItemPage
+from router.api.openai.object_page import ObjectPage, object_page, page_size
 from router.api.openai.responses.items import Item
 
-#: Maximum number of items on a page, as in OpenAI's API, and the default.
-_MAX_PAGE, _PAGE = 100, 20
 
-
-def item_page(items: Sequence[Item], query: Mapping[str, str]) -> ItemPage:
+def item_page(items: Sequence[Item], query: Mapping[str, str]) -> ObjectPage[Item]:
     """Return the page of ``items``, oldest first, that the parameters of ``query`` select.
 
     Raises InvalidRequest for an unknown item or an invalid limit.
@@ -25,28 +22,10 @@ def item_page(items: Sequence[Item], query: Mapping[str, str]) -> ItemPage:
         if after not in ids:
             raise InvalidRequest(f"after: there is no item {after[:64]}", field="after")
         items = items[ids.index(after) + 1 :]
-    limit = query_number(query, "limit", _PAGE)
-    if not 1 <= limit <= _MAX_PAGE:
-        raise InvalidRequest(f"limit must be 1 to {_MAX_PAGE}", field="limit")
+    limit = page_size(query)
     return whole_page(items[:limit], has_more=len(items) > limit)
 
 
-def whole_page(items: Sequence[Item], *, has_more: bool = False) -> ItemPage:
+def whole_page(items: Sequence[Item], *, has_more: bool = False) -> ObjectPage[Item]:
     """Return a page with all of ``items``."""
-    return {
-        "object": "list",
-        "data": list(items),
-        "first_id": items[0]["id"] if items else None,
-        "last_id": items[-1]["id"] if items else None,
-        "has_more": has_more,
-    }
-
-
-def query_number(query: Mapping[str, str], name: str, default: int) -> int:
-    """Return a whole number of the query; ``default`` if it is missing. Raises InvalidRequest."""
-    text = query.get(name)
-    if text is None:
-        return default
-    if not text.isascii() or not text.isdigit() or len(text) > 15:
-        raise InvalidRequest(f"{name} must be a whole number", field=name)
-    return int(text)
+    return object_page([(item["id"], item) for item in items], has_more=has_more)

@@ -21,9 +21,10 @@ from router.api.http.transcript import Transcript
 from router.api.openai.answering import Answering
 from router.api.openai.conversations.stored import StoredConversation, StoredConversations
 from router.api.openai.fields import Generation as GenerationFields
+from router.api.openai.object_page import query_number
 from router.api.openai.responses.answer import FROM_START, ResponseAnswer
 from router.api.openai.responses.fields import InputTokensFields, ResponseFields
-from router.api.openai.responses.item_page import item_page, query_number
+from router.api.openai.responses.item_page import item_page
 from router.api.openai.responses.items import (
     input_turns,
     template_variables,

@@ -62,10 +62,6 @@ class FakeApi:
         if path.startswith("v1/batches?"):
             return {"data": [*self.batches.values()], "has_more": False}
         name = path.rpartition("/")[2]
-        if path.startswith("v1/files"):
-            if name not in self.files:
-                raise UnknownObject(f"no file {name}")
-            return {"id": name}
         batch = self.batches[name]
         self.num_asked[name] += 1
         if self.num_asked[name] == 2:
@@ -87,7 +83,10 @@ class FakeApi:
         }
 
     async def read_lines(self, path: str) -> AsyncIterator[bytes]:
-        for line in self.files[path.split("/")[2]].splitlines():
+        name = path.split("/")[2]
+        if name not in self.files:
+            raise UnknownObject(f"no file {name}")
+        for line in self.files[name].splitlines():
             yield line
 
     async def delete(self, path: str) -> None:

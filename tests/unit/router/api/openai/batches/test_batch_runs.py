@@ -23,6 +23,8 @@ from everlift.errors import (
 )
 from everlift.heap import pause_gc
 from router.api.openai.batches import run, runners
+from router.api.openai.batches.stored import BATCH_PREFIX
+from router.api.openai.object_ids import new_id
 from router.auth.caller import ANYONE
 from router.auth.limits import Limits
 from tests.support.in_process import until
@@ -333,7 +335,7 @@ async def test_results_outlive_a_batch_longer_than_their_expiry(router: FakeRout
 
 
 async def test_unreadable_batch_does_not_stop_others(router: FakeRouter) -> None:
-    name = "batches/" + (unreadable := router.batches.new_id())
+    name = "batches/" + (unreadable := new_id(BATCH_PREFIX, router.batches.ledger_time()))
     await router.objects.put_object(name, b'{"new": 1, "counts": {}}', 0)
     await router.objects.put_object(f"unfinished_batches/{unreadable}:", b"", 0)
     record = await router.ended(await router.create(LINES))

@@ -8,6 +8,8 @@ import pytest
 
 from everlift.errors import LedgerUnavailable, RequestConflict, UnknownObject
 from router.api.openai.batches.record import BatchRecord
+from router.api.openai.batches.stored import BATCH_PREFIX
+from router.api.openai.object_ids import new_id
 from router.auth.caller import ANYONE, Caller
 from tests.support.router.batch_routers import KEPT_S, FakeRouter, Objects
 
@@ -25,7 +27,7 @@ def record_of(router: FakeRouter, window: str = "1h") -> BatchRecord:
 
 
 async def test_repeated_call_returns_the_same_batch(router: FakeRouter) -> None:
-    record, batch_id = record_of(router), router.batches.new_id()
+    record, batch_id = record_of(router), new_id(BATCH_PREFIX, router.batches.ledger_time())
     first = await router.batches.create(ANYONE, batch_id, record)
     again = await router.batches.create(ANYONE, batch_id, replace(record, created_at=5))
     assert again == first
@@ -36,7 +38,7 @@ async def test_repeated_call_returns_the_same_batch(router: FakeRouter) -> None:
 async def test_batches_of_tenants_are_separate(router: FakeRouter) -> None:
     ids = {}
     for caller in (ACME, OTHER, ANYONE):
-        ids[caller.tenant] = router.batches.new_id()
+        ids[caller.tenant] = new_id(BATCH_PREFIX, router.batches.ledger_time())
         await router.batches.create(caller, ids[caller.tenant], record_of(router))
     assert await router.batches.unfinished() == {ids[name]: name for name in ids}
     for caller in (ACME, OTHER, ANYONE):
@@ -50,13 +52,15 @@ async def test_batches_of_tenants_are_separate(router: FakeRouter) -> None:
 
 
 async def test_ended_batch_is_no_longer_unfinished(router: FakeRouter) -> None:
-    batch = await router.batches.create(ACME, router.batches.new_id(), record_of(router))
+    batch = await router.batches.create(
+        ACME, new_id(BATCH_PREFIX, router.batches.ledger_time()), record_of(router)
+    )
     await router.batches.put(ACME, batch, batch.record.ended(None, 1))
     assert await router.batches.unfinished() == {}
 
 
 async def test_entry_without_a_record_is_dropped_later(router: FakeRouter) -> None:
-    batch_id = router.batches.new_id()
+    batch_id = new_id(BATCH_PREFIX, router.batches.ledger_time())
 
     def fail(number: int, at: str) -> None:
         if (number, at) == (2, "before"):
@@ -73,7 +77,9 @@ async def test_entry_without_a_record_is_dropped_later(router: FakeRouter) -> No
 
 
 async def test_batch_is_kept_after_its_window(router: FakeRouter) -> None:
-    batch = await router.batches.create(ANYONE, router.batches.new_id(), record_of(router, "2h"))
+    batch = await router.batches.create(
+        ANYONE, new_id(BATCH_PREFIX, router.batches.ledger_time()), record_of(router, "2h")
+    )
     router.objects.now += 7200 + KEPT_S - 2
     assert await router.batches.get(ANYONE, batch.batch_id)
     router.objects.now += 4
@@ -86,7 +92,7 @@ async def test_list_page_continues_after_a_batch(router: FakeRouter) -> None:
     ids = []
     for _ in range(5):
         router.objects.now += 1
-        ids.append(router.batches.new_id())
+        ids.append(new_id(BATCH_PREFIX, router.batches.ledger_time()))
         await router.batches.create(ANYONE, ids[-1], record_of(router))
     newest = ids[::-1]
     batches, has_more = await router.batches.list_page(ANYONE, "", 3)
