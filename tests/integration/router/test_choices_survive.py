@@ -64,13 +64,21 @@ def check(stream: Stream, received: Received, prompt: list[int]) -> None:
 @pytest.mark.parametrize("tokens_before", [0, 1, 25, 80])
 async def test_choices_migrate_from_killed_worker(tokens_before: int) -> None:
     async with cluster() as parts, AsyncClient(parts.address) as client:
+        held, other = parts.hold()
+        other.release()
         streams = [submit(client, prompt) for prompt in PROMPTS]
         work = [asyncio.create_task(receive(stream)) for stream in streams]
         victim = parts.workers[0]
         link = parts.routers[0]._sessions._links[victim.worker_id]
+        await until(lambda: held.num_requests)
+        # Too few steps to end a request, however late the test notices.
+        held.let(tokens_before + 4)
         await until(lambda: link.state.num_running >= N)
-        await until(lambda: link.state.output_tokens >= link.state.num_running * tokens_before)
-        await parts.kill_worker(victim)
+        await until(lambda: link.state.output_tokens >= N * tokens_before)
+        kill = asyncio.create_task(parts.kill_worker(victim))
+        await until(lambda: not link.is_up)
+        held.release()
+        await kill
         received = await asyncio.gather(*work)
         for stream, one, prompt in zip(streams, received, PROMPTS, strict=True):
             check(stream, one, prompt)
