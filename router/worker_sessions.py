@@ -87,6 +87,7 @@ class WorkerLink:
         self.running: list[inference_pb2.RunningSequence] = []
         #: copy of ``state.decoding``, so that keeping it does not keep the whole frame
         self.decoding = session_pb2.TimeBreakdown()
+        self.arithmetic: str | None = info.arithmetic
         self.is_up = False
         #: how often the worker was declared lost and then sent a frame
         self.false_alarms = 0

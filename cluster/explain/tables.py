@@ -16,6 +16,11 @@ _LEAST_PART = 1e-3
 #: Share of the whole time above which unread output is shown. A short time is normal, because the
 #: last tokens are unread until their client runs.
 _MUCH_UNREAD = 0.05
+_CONTINUED = {
+    pb.CONTINUATION_EXACT: "interrupted, with the output of an uninterrupted run",
+    pb.CONTINUATION_SAME_DISTRIBUTION: "interrupted, with an output from the same distribution as"
+    " uninterrupted runs",
+}
 
 
 def of(explanation: pb.Explanation) -> list[str | Table]:
@@ -46,6 +51,8 @@ def headline(explanation: pb.Explanation) -> Iterator[str]:
         if explanation.HasField("ledger_s"):
             first += f", including {explanation.ledger_s:.3f} s to store it"
         yield first
+    if explanation.continued:
+        yield _CONTINUED[explanation.continued]
     if explanation.missing_workers:
         yield f"workers: {escape(explanation.missing_workers)}"
 

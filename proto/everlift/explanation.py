@@ -47,10 +47,16 @@ def state_name(state: pb.RequestState.ValueType) -> str:
     return pb.RequestState.Name(state).removeprefix(_STATE).lower()
 
 
+def continuation_name(continued: pb.Continuation.ValueType) -> str:
+    """Return the name for programs: ``none``, ``exact`` or ``same_distribution``."""
+    return pb.Continuation.Name(continued).removeprefix("CONTINUATION_").lower()
+
+
 def as_json(explanation: pb.Explanation) -> dict[str, Any]:
     """Return the fields of ``explanation`` as JSON values, with ``start_s`` added to each span.
 
-    The state and the kinds of spans are names such as "finished" and "worker_wait".
+    The state, the continuation and the kinds of spans are names such as "finished", "exact" and
+    "worker_wait".
     """
     fields = MessageToDict(
         explanation, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
@@ -58,6 +64,7 @@ def as_json(explanation: pb.Explanation) -> dict[str, Any]:
     return {
         **fields,
         "state": state_name(explanation.state),
+        "continued": continuation_name(explanation.continued),
         "spans": spans_as_json(explanation.spans),
     }
 

@@ -98,13 +98,15 @@ class Tally:
     ``migrations`` counts the attempts that continued after the tokens of an earlier one.
     ``recomputed_tokens`` is the number of tokens that were computed again after a preemption, a
     lost worker or a migration. ``cached_tokens`` is the number of prompt tokens that the first
-    attempt found in the prefix cache.
+    attempt found in the prefix cache. ``arithmetic`` identifies what rounded the results of all
+    attempts, as ``router.requests.continuation`` defines it.
     """
 
     preemptions: int = 0
     migrations: int = 0
     recomputed_tokens: int = 0
     cached_tokens: int = 0
+    arithmetic: int = 0
 
 
 @dataclass(frozen=True, slots=True)

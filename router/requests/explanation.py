@@ -14,6 +14,7 @@ from everlift.messages import Request
 from everlift.v1 import inference_pb2 as pb
 from router.ledger.entry import Entry, Event, State, Stored
 from router.prediction.predictor import Prediction
+from router.requests.continuation import continuation
 from router.requests.timing import FINISHED, Attempt, Journal, Span, UnreadTime
 
 #: Maximum size of an explanation in the ledger, in bytes.
@@ -60,6 +61,7 @@ def explained(
         unread_s=journal.unread_s,
         unread_tokens=unread_tokens,
         bypassed=journal.bypassed,
+        continued=continuation(entry.tally),
     )
     # Spans are added in place, because creating messages and copying them takes twice as long.
     for kind, seconds, number in journal.spans:

@@ -20,6 +20,7 @@ from everlift.v1 import session_pb2
 from router.admission.request import QueueKey
 from router.ledger.entry import Append, Entry, State, Stored, StoredChoice, Tally
 from router.prediction.predictor import NOTHING
+from router.requests.continuation import arithmetic_with, continuation
 from router.requests.explanation import explained, packed, summed
 from router.requests.losses import Losses
 from router.requests.observer import ClassObserver
@@ -160,6 +161,10 @@ class Choice:
         """
         self.is_preempted = False
         self._epochs.append((len(self.output), epoch))
+
+    def is_start_of_attempt(self, offset: int) -> bool:
+        """Return whether the tokens from ``offset`` on include the first ones of this attempt."""
+        return bool(self._epochs) and offset <= self._epochs[-1][0]
 
     def mark_stored(self, count: int) -> bool:
         """Record that ``count`` tokens are in the ledger; return whether more are readable now."""
@@ -314,6 +319,8 @@ class LiveRequest:
         self.preemptions = entry.tally.preemptions
         self.migrations = entry.tally.migrations
         self.recomputed_tokens = entry.tally.recomputed_tokens
+        #: identifies what rounded the results of the attempts
+        self.arithmetic = entry.tally.arithmetic
         #: prompt tokens that the first attempt found in the prefix cache; None if not known yet
         self.cached_tokens = entry.tally.cached_tokens or (0 if self.num_tokens else None)
         #: known tokens that the leader expects in the worker's prefix cache
@@ -434,7 +441,11 @@ class LiveRequest:
     @property
     def tally(self) -> Tally:
         return Tally(
-            self.preemptions, self.migrations, self.recomputed_tokens, self.cached_tokens or 0
+            self.preemptions,
+            self.migrations,
+            self.recomputed_tokens,
+            self.cached_tokens or 0,
+            self.arithmetic,
         )
 
     @property
@@ -516,7 +527,9 @@ class LiveRequest:
             # The message has too few moves if the ledger has lost some of them.
             moves=max(dispatched.moves, self.entry.moves + 1),
         )
-        self.migrations += bool(self.num_tokens)
+        has_output = bool(self.num_tokens)
+        self.migrations += has_output
+        self.arithmetic = arithmetic_with(self.arithmetic, worker.arithmetic, has_output=has_output)
         self.has_stepped = False
         self.at_worker = {choice.index for choice in self.unfinished}
         for choice in self.unfinished:
@@ -714,6 +727,7 @@ class LiveRequest:
             preemptions=self.preemptions,
             recomputed_tokens=self.recomputed_tokens,
             bypassed=self.journal.bypassed,
+            continued=continuation(self.tally),
         )
 
     def explanation(self, now: float) -> pb.Explanation:
@@ -737,8 +751,8 @@ class LiveRequest:
     def append(self, choice: Choice, offset: int) -> Append:
         """Return the record that stores a choice's tokens from ``offset`` on in the ledger."""
         output = choice.output
-        is_first = (choice.index, offset) == (0, 0)
-        has_tally = choice.finish_reason or (is_first and self.cached_tokens)
+        # The ledger knows the arithmetic of all tokens that it has.
+        has_tally = choice.finish_reason or choice.is_start_of_attempt(offset)
         return Append(
             self.request_id,
             self.epoch,

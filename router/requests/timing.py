@@ -108,7 +108,8 @@ class WorkerConnection(Protocol):
 
     ``last_message_at`` is the arrival time of the worker's last message. ``decoding`` is the
     cumulative time breakdown that the worker last reported. It sums, over all steps since the
-    worker's start, the average times of the sequences that decoded in the step.
+    worker's start, the average times of the sequences that decoded in the step. ``arithmetic`` is
+    that of its WorkerInfo, and None if the worker is unknown.
     """
 
     @property
@@ -117,12 +118,16 @@ class WorkerConnection(Protocol):
     @property
     def decoding(self) -> session_pb2.TimeBreakdown: ...
 
+    @property
+    def arithmetic(self) -> str | None: ...
+
 
 class NoConnection:
     """Connection to a worker that cannot be reached and has never sent a message."""
 
     last_message_at = -inf
     decoding = _NO_BREAKDOWN
+    arithmetic = None
 
 
 NO_CONNECTION = NoConnection()

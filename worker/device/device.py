@@ -69,6 +69,17 @@ def name_of(device: torch.device) -> str:
     return f"{_cpu_name()}, {torch.get_num_threads()} threads"
 
 
+def arithmetic(device: torch.device, dtype: torch.dtype) -> str:
+    """Return the name of what rounds results, empty if these depend on the batch.
+
+    Only compiled code for a CPU in float32 or bfloat16 computes a row with the same bits in any
+    batch.
+    """
+    if device.type != "cpu" or dtype == torch.float16 or native.why_no_code():
+        return ""
+    return f"cpu {native.target_name()}"
+
+
 def _cpu_name() -> str:
     with suppress(OSError), open("/proc/cpuinfo") as lines:
         for line in lines:

@@ -169,6 +169,16 @@ def instructions() -> str:
     return highest.title if highest else "NEON" if platform.machine() == "aarch64" else "baseline"
 
 
+def target_name() -> str:
+    """Return the name of the CPUs on which the code that this machine uses computes the same bits.
+
+    This is a level, or the digest of this CPU's model and features if the code is compiled for it
+    alone.
+    """
+    level = shipped_level() or level_limit()
+    return level.name if level else _digest(_cpu())
+
+
 def why_no_code() -> str:
     """Return why no compiled code can be used, or an empty string if it can be used."""
     if shipped_level() is not None or _compiler() is not None:

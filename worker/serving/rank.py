@@ -382,6 +382,7 @@ class Rank:
             device=_device(config),
             ray_cluster=self._ray_cluster,
             host_load_s=limits.host_load_s,
+            arithmetic=_arithmetic(config),
         )
 
 
@@ -432,6 +433,19 @@ def _dtype(config: WorkerConfig) -> str:
 
     dtype = choose_dtype(config.dtype, choose_device(config.device), config.quantization)
     return str(dtype) if config.quantization == "none" else f"{dtype}, {config.quantization}"
+
+
+def _arithmetic(config: WorkerConfig) -> str:
+    """Return the name of what rounds the results, empty if these depend on the batch."""
+    if config.is_fake:
+        return "fake"
+    if config.engine != "everlift":
+        return ""
+    from worker.device.device import arithmetic, choose_device, choose_dtype
+
+    device = choose_device(config.device)
+    name = arithmetic(device, choose_dtype(config.dtype, device, config.quantization))
+    return f"{name}, {config.tensor_parallel} ranks" if name else ""
 
 
 def _device(config: WorkerConfig) -> str:

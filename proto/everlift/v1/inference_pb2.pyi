@@ -70,6 +70,36 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens, or the context is full"""
 Global___FinishReason: typing_extensions.TypeAlias = FinishReason
 
+class _Continuation:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ContinuationEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Continuation.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    CONTINUATION_NONE: _Continuation.ValueType  # 0
+    """nothing interrupted the request"""
+    CONTINUATION_EXACT: _Continuation.ValueType  # 1
+    """The output is the one of an uninterrupted run: what computed it gives the same bits in any batch."""
+    CONTINUATION_SAME_DISTRIBUTION: _Continuation.ValueType  # 2
+    """The output has the distribution of uninterrupted runs. Rounding depends on the batch or differed
+    between the workers, so that another token may follow where two are almost equally probable.
+    """
+
+class Continuation(_Continuation, metaclass=_ContinuationEnumTypeWrapper):
+    """Effect on the output of what interrupted the request: migrations, and preemptions that released
+    its KV blocks. No token is lost or repeated in any case.
+    """
+
+CONTINUATION_NONE: Continuation.ValueType  # 0
+"""nothing interrupted the request"""
+CONTINUATION_EXACT: Continuation.ValueType  # 1
+"""The output is the one of an uninterrupted run: what computed it gives the same bits in any batch."""
+CONTINUATION_SAME_DISTRIBUTION: Continuation.ValueType  # 2
+"""The output has the distribution of uninterrupted runs. Rounding depends on the batch or differed
+between the workers, so that another token may follow where two are almost equally probable.
+"""
+Global___Continuation: typing_extensions.TypeAlias = Continuation
+
 class _RequestState:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -740,6 +770,7 @@ class Timing(google.protobuf.message.Message):
     RECOMPUTED_TOKENS_FIELD_NUMBER: builtins.int
     BYPASSED_FIELD_NUMBER: builtins.int
     SPANS_FIELD_NUMBER: builtins.int
+    CONTINUED_FIELD_NUMBER: builtins.int
     queued_s: builtins.float
     """time in the admission queue"""
     time_to_first_token_s: builtins.float
@@ -756,6 +787,7 @@ class Timing(google.protobuf.message.Message):
     """tokens computed again after a preemption, a lost worker or a move"""
     bypassed: builtins.int
     """Requests that entered the admission queue later and left it earlier, over all attempts."""
+    continued: Global___Continuation.ValueType
     @property
     def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Span]:
         """Only with explain: the total seconds of each kind of span. They cover total_s, and the time
@@ -774,8 +806,9 @@ class Timing(google.protobuf.message.Message):
         recomputed_tokens: builtins.int = ...,
         bypassed: builtins.int = ...,
         spans: collections.abc.Iterable[Global___Span] | None = ...,
+        continued: Global___Continuation.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "bypassed", b"bypassed", "migrations", b"migrations", "preemptions", b"preemptions", "queued_s", b"queued_s", "recomputed_tokens", b"recomputed_tokens", "spans", b"spans", "time_to_first_token_s", b"time_to_first_token_s", "total_s", b"total_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "bypassed", b"bypassed", "continued", b"continued", "migrations", b"migrations", "preemptions", b"preemptions", "queued_s", b"queued_s", "recomputed_tokens", b"recomputed_tokens", "spans", b"spans", "time_to_first_token_s", b"time_to_first_token_s", "total_s", b"total_s"]) -> None: ...
 
 Global___Timing: typing_extensions.TypeAlias = Timing
 
@@ -1064,6 +1097,7 @@ class Explanation(google.protobuf.message.Message):
     LEDGER_S_FIELD_NUMBER: builtins.int
     BYPASSED_FIELD_NUMBER: builtins.int
     MISSING_WORKERS_FIELD_NUMBER: builtins.int
+    CONTINUED_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     state: Global___RequestState.ValueType
     total_s: builtins.float
@@ -1111,6 +1145,8 @@ class Explanation(google.protobuf.message.Message):
     """While the request is queued: why fewer workers are ready than wanted. Empty: none is missing,
     or it is unknown.
     """
+    continued: Global___Continuation.ValueType
+    """as in Timing"""
     @property
     def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Span]:
         """Consecutive spans, without gaps. For the time at a worker, only the sum of each kind is known;
@@ -1139,9 +1175,10 @@ class Explanation(google.protobuf.message.Message):
         ledger_s: builtins.float | None = ...,
         bypassed: builtins.int = ...,
         missing_workers: builtins.str = ...,
+        continued: Global___Continuation.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_ledger_s", b"_ledger_s", "_predicted_ttft_s", b"_predicted_ttft_s", "_ttft_s", b"_ttft_s", "ledger_s", b"ledger_s", "predicted_ttft_s", b"predicted_ttft_s", "ttft_s", b"ttft_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_ledger_s", b"_ledger_s", "_predicted_ttft_s", b"_predicted_ttft_s", "_ttft_s", b"_ttft_s", "attempts", b"attempts", "bypassed", b"bypassed", "dropped_attempts", b"dropped_attempts", "ledger_s", b"ledger_s", "missing_workers", b"missing_workers", "output_tokens", b"output_tokens", "predicted_output_tokens", b"predicted_output_tokens", "predicted_ttft_s", b"predicted_ttft_s", "prediction_distrusted", b"prediction_distrusted", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "spans", b"spans", "state", b"state", "total_s", b"total_s", "ttft_s", b"ttft_s", "unread_s", b"unread_s", "unread_tokens", b"unread_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_ledger_s", b"_ledger_s", "_predicted_ttft_s", b"_predicted_ttft_s", "_ttft_s", b"_ttft_s", "attempts", b"attempts", "bypassed", b"bypassed", "continued", b"continued", "dropped_attempts", b"dropped_attempts", "ledger_s", b"ledger_s", "missing_workers", b"missing_workers", "output_tokens", b"output_tokens", "predicted_output_tokens", b"predicted_output_tokens", "predicted_ttft_s", b"predicted_ttft_s", "prediction_distrusted", b"prediction_distrusted", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "spans", b"spans", "state", b"state", "total_s", b"total_s", "ttft_s", b"ttft_s", "unread_s", b"unread_s", "unread_tokens", b"unread_tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ledger_s", b"_ledger_s"]) -> typing.Literal["ledger_s"] | None: ...
     @typing.overload

@@ -333,6 +333,7 @@ class WorkerInfo(google.protobuf.message.Message):
     DEVICE_FIELD_NUMBER: builtins.int
     RAY_CLUSTER_FIELD_NUMBER: builtins.int
     HOST_LOAD_S_FIELD_NUMBER: builtins.int
+    ARITHMETIC_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """id of this run of the worker; a restarted worker has another id"""
     address: builtins.str
@@ -355,6 +356,10 @@ class WorkerInfo(google.protobuf.message.Message):
     """session name of the worker's Ray cluster; empty without Ray"""
     host_load_s: builtins.float
     """seconds to load a KV block from host memory; 0: blocks are not swapped"""
+    arithmetic: builtins.str
+    """Name of what rounds the worker's results, if these have the same bits in any batch; workers with
+    the same name and fingerprint compute the same bits. Empty: results depend on the batch.
+    """
     def __init__(
         self,
         *,
@@ -373,8 +378,9 @@ class WorkerInfo(google.protobuf.message.Message):
         device: builtins.str = ...,
         ray_cluster: builtins.str = ...,
         host_load_s: builtins.float = ...,
+        arithmetic: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "block_size", b"block_size", "device", b"device", "fingerprint", b"fingerprint", "host_load_s", b"host_load_s", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "pid", b"pid", "ray_cluster", b"ray_cluster", "tensor_parallel", b"tensor_parallel", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "arithmetic", b"arithmetic", "block_size", b"block_size", "device", b"device", "fingerprint", b"fingerprint", "host_load_s", b"host_load_s", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "pid", b"pid", "ray_cluster", b"ray_cluster", "tensor_parallel", b"tensor_parallel", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
 
 Global___WorkerInfo: typing_extensions.TypeAlias = WorkerInfo
 

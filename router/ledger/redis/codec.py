@@ -6,7 +6,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cache
 from itertools import chain, repeat
 from typing import Any
@@ -122,7 +122,7 @@ def seconds(microseconds: bytes) -> float:
 
 
 def tally_text(tally: Tally) -> str:
-    return f"{tally.preemptions} {tally.migrations} {tally.recomputed_tokens} {tally.cached_tokens}"
+    return " ".join(map(str, astuple(tally)))
 
 
 def _tally(text: bytes) -> Tally:

@@ -21,9 +21,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from everlift.explanation import continuation_name
 from everlift.messages import Request
 from everlift.trace_context import TraceContext
 from router.ledger.entry import Entry, Event, State
+from router.requests.continuation import continuation
 from router.requests.timing import Attempt, Journal
 
 Value = str | int | float | Sequence[str]
@@ -240,6 +242,7 @@ def _entry_attributes(request: Request, entry: Entry) -> dict[str, Value]:
         "everlift.preemptions": entry.tally.preemptions,
         "everlift.migrations": entry.tally.migrations,
         "everlift.recomputed_tokens": entry.tally.recomputed_tokens,
+        "everlift.continued": continuation_name(continuation(entry.tally)),
     }
     if entry.state is not State.FINISHED:
         attributes["error.type"] = entry.error_slug

@@ -38,6 +38,7 @@ class RecordedWorkers:
         self.reachable = True
         self.is_any_up = True
         self.decoding = session_pb2.TimeBreakdown()
+        self.arithmetic = "fake"
 
     def start(self, worker_id: str, starts: Sequence[session_pb2.Start]) -> bool:
         if self.reachable:

@@ -12,6 +12,7 @@ from router.requests.timing import Journal
 class HeardWorker:
     last_message_at: float = 0.0
     decoding: session_pb2.TimeBreakdown = field(default_factory=session_pb2.TimeBreakdown)
+    arithmetic: str | None = "fake"
 
 
 class WatchedJournal(Journal):

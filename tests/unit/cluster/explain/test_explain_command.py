@@ -152,3 +152,11 @@ def test_explain_names_missing_workers_of_a_queued_request() -> None:
     queued = pb.Explanation(request_id="r", missing_workers="0 of 1 ready; 1 not started")
     assert "workers: 0 of 1 ready; 1 not started" in list(headline(queued))
     assert not any("workers" in line for line in headline(pb.Explanation(request_id="r")))
+
+
+def test_explain_says_what_an_interrupted_output_is() -> None:
+    assert not any("interrupted" in line for line in headline(pb.Explanation()))
+    exact = pb.Explanation(continued=pb.CONTINUATION_EXACT)
+    assert "interrupted, with the output of an uninterrupted run" in list(headline(exact))
+    other = pb.Explanation(continued=pb.CONTINUATION_SAME_DISTRIBUTION)
+    assert any("same distribution" in line for line in headline(other))

@@ -82,7 +82,7 @@ def test_append_with_optional_data_has_eleven_fields(more: dict[str, object]) ->
 
 
 @pytest.mark.parametrize(
-    ("tally", "expected"), [(None, b""), (Tally(3, 2, 2**40, 5), b"3 2 1099511627776 5")]
+    ("tally", "expected"), [(None, b""), (Tally(3, 2, 2**40, 5, 6), b"3 2 1099511627776 5 6")]
 )
 def test_append_fields_hold_the_tally_as_text(tally: Tally | None, expected: bytes) -> None:
     assert fields_of(Append("r", 7, 3, (1,), choice=1, tally=tally))[9] == expected

@@ -106,6 +106,7 @@ def test_root_span_attributes_describe_request_and_result() -> None:
             "everlift.preemptions": 2,
             "everlift.migrations": 1,
             "everlift.recomputed_tokens": 30,
+            "everlift.continued": "same_distribution",
         }.items()
     )
     assert root.attributes["gen_ai.response.finish_reasons"] == ["length"]
@@ -202,6 +203,7 @@ def test_span_attributes_are_a_closed_set() -> None:
         *("gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens"),
         *("everlift.priority", "everlift.state", "everlift.attempts", "everlift.losses"),
         *("everlift.preemptions", "everlift.migrations", "everlift.recomputed_tokens"),
+        "everlift.continued",
         *("everlift.attempt", "everlift.worker_id", "everlift.outcome"),
         *("everlift.new_tokens", "everlift.cached_tokens"),
     }

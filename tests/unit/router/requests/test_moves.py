@@ -206,20 +206,41 @@ async def test_request_is_withdrawn_when_its_last_choice_ends(gateway: Gateway) 
     assert gateway.line.withdrawn == ["r"]
 
 
+async def test_tally_keeps_arithmetic_of_each_attempt(gateway: Gateway) -> None:
+    live = await gateway.submit()
+    gateway.make(await gateway.dispatch(), 0, "a")
+    gateway.requests.attempts.worker_lost("w")
+    await until(lambda: len(gateway.line.enqueued) == 2)
+    exact = (await gateway.ledger.get("r")).tally.arithmetic
+    gateway.workers.arithmetic = "other"
+    second = await gateway.dispatch()
+    gateway.make(second, 1, "b")
+    # A router that takes over must know it before the end.
+    await until(lambda: live.choices[0].stored == 2)
+    assert (await gateway.ledger.get("r")).tally.arithmetic not in (0, exact)
+    gateway.make(second, 2, "c", EOS)
+    timing = (await gateway.read(live))[-1].timing
+    assert timing.continued == pb.CONTINUATION_SAME_DISTRIBUTION
+
+
 async def test_tally_is_summed_over_all_attempts(gateway: Gateway) -> None:
     live = await gateway.submit()
     first = await gateway.dispatch(bypassed=4)
     gateway.make(first, 0, "a", preemptions=2, recomputed_tokens=5, num_computed=2)
     gateway.requests.attempts.worker_lost("w")
     await until(lambda: len(gateway.line.enqueued) == 2)
-    assert (await gateway.ledger.get("r")).tally == Tally(2, 0, 5)
+    stored = (await gateway.ledger.get("r")).tally
+    assert stored == Tally(2, 0, 5, arithmetic=live.arithmetic)
     second = await gateway.dispatch(bypassed=1)
     gateway.make(second, 1, "b", EOS, recomputed_tokens=3)
     timing = (await gateway.read(live))[-1].timing
     assert timing.bypassed == 5
     told = (timing.preemptions, timing.migrations, timing.recomputed_tokens)
     assert told == (2, 1, 8)
-    assert (await gateway.ledger.get("r")).tally == Tally(*told)
+    assert (await gateway.ledger.get("r")).tally == replace(
+        stored, migrations=1, recomputed_tokens=8
+    )
+    assert timing.continued == pb.CONTINUATION_EXACT
     again = await gateway.read(await gateway.requests.attach("r"))
     timing = again[-1].timing
     assert (timing.preemptions, timing.migrations, timing.recomputed_tokens) == told

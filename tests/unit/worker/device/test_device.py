@@ -9,7 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from worker.device.device import choose_device, choose_dtype, kind_of, name_of, use_threads
+from worker.device.device import (
+    arithmetic,
+    choose_device,
+    choose_dtype,
+    kind_of,
+    name_of,
+    use_threads,
+)
 from worker.device.device_kind import DeviceKind
 from worker.native import native
 
@@ -94,6 +101,19 @@ def test_threads_default_to_the_available_cores() -> None:
     assert torch.get_num_threads() == len(os.sched_getaffinity(0))
     use_threads(1)
     assert torch.get_num_threads() == 1
+
+
+def test_arithmetic_is_named_where_bits_do_not_depend_on_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = torch.device("cuda")
+    assert arithmetic(CPU, torch.float32)
+    assert not arithmetic(CPU, torch.float16) and not arithmetic(gpu, torch.bfloat16)
+    own = arithmetic(CPU, torch.bfloat16)
+    monkeypatch.setenv(native.LEVEL_VARIABLE, "avx2")
+    assert arithmetic(CPU, torch.bfloat16) == "cpu avx2" != own
+    monkeypatch.setattr(native, "why_no_code", lambda: "no compiler")
+    assert not arithmetic(CPU, torch.bfloat16)
 
 
 def test_device_name_of_cpu_includes_threads() -> None:
