@@ -205,7 +205,7 @@ bench-explain: $(VENV)/.installed ## measure the cost of request explanations, a
 bench-engine: $(VENV)/.installed $(PEERS)/vllm/.installed ## compare the engine with vLLM and transformers on this CPU (build/bench/engine.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/engine.py $(ARGS)
 
-bench-online: $(VENV)/.installed $(PEERS)/vllm/.installed $(PEERS)/ray-llm/.installed ## compare the product under load with vllm serve and Ray Serve LLM (build/bench/online.json)
+bench-online: $(VENV)/.installed $(PEERS)/vllm/.everlift $(if $(findstring --engine vllm,$(ARGS)),,$(PEERS)/ray-llm/.installed) ## compare the product under load with vllm serve and Ray Serve LLM; ARGS="--engine vllm": with vLLM as the engine (build/bench/online*.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/online/online_bench.py $(ARGS)
 
 bench-generator: $(VENV)/.installed $(PEERS)/guidellm/.installed ## compare the load generator with guidellm, on an endpoint with known latencies (build/bench/load_generator.json)

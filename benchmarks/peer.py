@@ -22,7 +22,9 @@ def vllm_environment(environment: Path, cores: int) -> dict[str, str]:
     """Return the environment variables that vLLM's documentation advises for CPUs.
 
     Its threads are bound to the first ``cores`` cores, of which none is reserved for other work. It
-    preloads Intel's OpenMP and, if installed, tcmalloc. Usage statistics are disabled.
+    preloads Intel's OpenMP and, if installed, tcmalloc. Usage statistics are disabled. Idle
+    connections stay open, because a server that closes one while a client reuses it breaks off a
+    request.
     """
     libraries = sorted((environment / "lib").glob("libtcmalloc_minimal.so.4"))
     libraries.append(environment / "lib" / "libiomp5.so")
@@ -32,6 +34,7 @@ def vllm_environment(environment: Path, cores: int) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}" if cores > 1 else "0",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "VLLM_CACHE_ROOT": str((ROOT / "vllm-cache").absolute()),
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }

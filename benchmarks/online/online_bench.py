@@ -1,7 +1,10 @@
 """Load test of the whole product, `vllm serve` and Ray Serve LLM on one machine.
 
-    python benchmarks/online/online_bench.py [--systems everlift vllm ...] [--rounds 3] [--requests
-    160] [--model small|smollm2|DIRECTORY]
+    python benchmarks/online/online_bench.py [--engine everlift|vllm] [--systems everlift vllm ...]
+    [--rounds 3] [--requests 160] [--model small|smollm2|DIRECTORY]
+
+With `--engine vllm`, the report compares Everlift whose worker computes with vLLM to `vllm serve`
+with the same settings.
 
 One server at a time runs on the machine, beside the client, which streams `/v1/completions` and is
 the same for all servers (online_load.py). Each round sends every server the same loads:
@@ -9,8 +12,8 @@ the same for all servers (online_load.py). Each round sends every server the sam
     saturation   all requests at once
     60, 90       Poisson arrivals at 60 % and 90 % of the saturation rate, in requests per second
 
-The saturation rate is --saturation or, if that is 0, the rate that the first measured system
-(vllm serve, by default) reached in the first round when all requests were sent at once.
+The saturation rate is --saturation or, if that is 0, the rate that the first measured system (a
+vllm serve, by default) reached in the first round when all requests were sent at once.
 
 TTFT and E2E latency count from the due time of a request. TPOT is the time from the first to the
 last token of a stream, divided by the number of tokens after the first. Each round yields p50 and
@@ -47,9 +50,11 @@ from benchmarks.online.online_servers import (
     WORKER,
     Server,
     everlift,
+    everlift_vllm,
     ray_llm,
     serving,
     vllm,
+    vllm_matched,
 )
 
 Figures = dict[str, float]
@@ -58,6 +63,11 @@ Found = dict[str, dict[str, Figures]]
 OFFLINE = "offline"
 SATURATION = "saturation"
 PERCENTS = (60, 90)
+#: Systems that are measured by default, by engine of Everlift's worker.
+SYSTEMS = {
+    "everlift": (OFFLINE, "vllm", "everlift", "everlift_ray", "ray_llm_best", "ray_llm"),
+    "vllm": ("vllm_matched", "everlift_vllm"),
+}
 
 WORKLOAD = Path(__file__).parents[1] / "workload.json"
 _WARM_UP = 24
@@ -67,12 +77,15 @@ _WARM_UP_SEED = 1
 def servers() -> dict[str, Server]:
     """Return the servers by name, in the order in which they are measured.
 
-    vllm is the first because its saturation rate sets the arrival rates of all others.
+    The two of vllm serve are the first because their saturation rate sets the arrival rates of all
+    others.
     """
     found = [
         vllm(),
+        vllm_matched(),
         everlift("everlift", with_ray=False),
         everlift("everlift_ray", with_ray=True),
+        everlift_vllm(),
         ray_llm("ray_llm_best", RAY_LLM_BEST),
         ray_llm("ray_llm", {}),
     ]
@@ -203,14 +216,16 @@ def _cpu_seconds_by_part(server: Server) -> dict[str, float]:
 def ratios(found: Found) -> Figures:
     """Return Everlift's figures divided by those of the other systems.
 
-    Everlift as plain processes is divided by vllm serve, and under Ray by Ray Serve LLM. A ratio of
-    times is the larger one of the two arrival rates. ``added_core_ms_per_token`` is the cost of
+    Everlift as plain processes is divided by vllm serve, and under Ray by Ray Serve LLM. Everlift
+    with vLLM as its engine is divided by vllm serve with the same settings. A ratio of times is the
+    larger one of the two arrival rates. ``added_core_ms_per_token`` is the cost of
     serving: Everlift's core_ms at saturation less that of the engine alone.
     """
     each: Figures = {}
     for ours, theirs, name in (
         ("everlift", "vllm", "vllm_serve"),
         ("everlift_ray", "ray_llm_best", "ray_serve_llm_best"),
+        ("everlift_vllm", "vllm_matched", "vllm_serve_matched"),
     ):
         of, by = found.get(ours, {}), found.get(theirs, {})
         if of.keys() & by.keys() >= {SATURATION, *map(str, PERCENTS)}:
@@ -230,8 +245,8 @@ def ratios(found: Found) -> Figures:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    systems = (OFFLINE, *servers())
-    parser.add_argument("--systems", nargs="+", choices=systems, default=systems)
+    parser.add_argument("--engine", choices=SYSTEMS, default="everlift")
+    parser.add_argument("--systems", nargs="+", choices=(OFFLINE, *servers()))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=160)
     parser.add_argument("--model", default="small", help="name or directory of a checkpoint")
@@ -245,8 +260,11 @@ def main() -> None:
     parser.add_argument(
         "--logs", type=Path, default=Path("build/bench/online"), help="directory of server logs"
     )
-    parser.add_argument("--out", type=Path, default=Path("build/bench/online.json"))
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    options.systems = options.systems or SYSTEMS[options.engine]
+    name = "online" if options.engine == "everlift" else f"online_{options.engine}"
+    options.out = options.out or Path(f"build/bench/{name}.json")
     # Without a handler, SIGTERM would leave the servers running.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     adopt_orphans()

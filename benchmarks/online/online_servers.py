@@ -3,14 +3,17 @@
     everlift       router, embedded ledger (everysec, before_delivery) and one worker, in plain
                    processes: `everlift up --no-ray`
     everlift_ray   the same under a local Ray: `everlift up`
+    everlift_vllm  `everlift up --no-ray` with a worker whose engine is vLLM, in vLLM's environment
     vllm           `vllm serve`, CPU build: OpenMP threads bound to all cores, torch.compile,
                    tcmalloc if it is installed
+    vllm_matched   the same with the settings of everlift_vllm's engine: not compiled, equal block
+                   size, batch limits and scheduling policy, and an enabled prefix cache
     ray_llm        Ray Serve LLM with its defaults, on the same version of vLLM
     ray_llm_best   the same with direct streaming, HAProxy and RAY_SERVE_THROUGHPUT_OPTIMIZED
 
 Each peer has a Python environment of its own. All servers have 2 GiB of KV cache, the dtype that a
-worker chooses on this machine, and at most 1,024 tokens per sequence. The peers' prefix caches are
-disabled; Everlift's is enabled, but the load has almost no hits.
+worker chooses on this machine, and at most 1,024 tokens per sequence. The prefix caches of vllm and
+ray_llm are disabled; the others are enabled, but the load has almost no hits.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,8 +36,11 @@ import torch
 from benchmarks.online.online_load import Client
 from benchmarks.online.online_parts import PartsOf, Process, descendants
 from benchmarks.peer import KV_CACHE_GIB, RAY_LLM, VLLM, vllm_environment
+from everlift.hashes import BLOCK_SIZE
 from tests.support.free_port import free_port
+from worker.config import WorkerConfig
 from worker.device.device import choose_dtype
+from worker.device.device_kind import DeviceKind
 
 ROOT = Path(__file__).parents[2]
 #: Settings of Everlift's worker that differ from its defaults, to match the peers.
@@ -149,6 +155,12 @@ def everlift(name: str, *, with_ray: bool, more: Mapping[str, Any] | None = None
     return Server(name, command, _everlift_part)
 
 
+def everlift_vllm() -> Server:
+    """Return an Everlift server whose worker computes with vLLM."""
+    engine = {"worker.engine": "vllm", "worker.python": (VLLM / "bin/python").absolute()}
+    return everlift("everlift_vllm", with_ray=False, more=engine)
+
+
 def _everlift_part(process: Process) -> tuple[str, str]:
     """Return the part of the process, and that of its first thread.
 
@@ -159,6 +171,7 @@ def _everlift_part(process: Process) -> tuple[str, str]:
         "valkey-server": ("ledger", "ledger"),
         "cluster.local.process router": ("router", "router"),
         "cluster.local.fork_server_process": ("engine", "worker's event loop"),
+        "cluster.local.process rank": ("engine", "worker's event loop"),
         "ServeReplica:everlift:router": ("router", "router"),
         "ray::RankActor": ("engine and worker's event loop",) * 2,
     }.items():
@@ -176,17 +189,34 @@ _NO_SOURCES = {"PYTHONPATH": ""}
 
 
 def vllm() -> Server:
+    return _vllm("vllm", ["--no-enable-prefix-caching"])
+
+
+def vllm_matched() -> Server:
+    """Return a `vllm serve` with the settings of vLLM in a worker of Everlift."""
+    worker = WorkerConfig()
+    settings = {
+        "--block-size": BLOCK_SIZE,
+        "--max-num-seqs": worker.max_num_seqs,
+        "--max-num-batched-tokens": worker.batched_tokens(DeviceKind.CPU),
+        "--scheduling-policy": "priority",
+    }
+    more = [text for option, value in settings.items() for text in (option, str(value))]
+    return _vllm("vllm_matched", ["--enable-prefix-caching", "--enforce-eager", *more])
+
+
+def _vllm(name: str, more: Sequence[str]) -> Server:
     def command(place: Place) -> list[str]:
         return [
             # `vllm serve` looks for its version under a name that the CPU build does not have.
             *(str(VLLM / "bin/python"), "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(place.model), "--served-model-name", place.model.name),
             *("--dtype", WORKER["dtype"]),
-            *("--max-model-len", str(WORKER["max_model_len"]), "--no-enable-prefix-caching"),
+            *("--max-model-len", str(WORKER["max_model_len"]), *more),
             *("--host", "127.0.0.1", "--port", str(place.port), "--disable-uvicorn-access-log"),
         ]
 
-    return Server("vllm", command, _vllm_part, vllm_environment(VLLM, _CORES) | _NO_SOURCES)
+    return Server(name, command, _vllm_part, vllm_environment(VLLM, _CORES) | _NO_SOURCES)
 
 
 def ray_llm(name: str, mode: Mapping[str, str]) -> Server:

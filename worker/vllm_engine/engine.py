@@ -24,6 +24,7 @@ from worker.engine.plan import Rows
 from worker.engine.sequence import NO_SLOT, Sequence
 from worker.engine.step_times import STOPPED, Part, StepTimes, Stopwatch
 from worker.engine.time_breakdowns import TimeBreakdowns
+from worker.engine.waiting import WaitingQueue
 from worker.vllm_engine.core import Core, SampledTokens, ScheduledRow, ScheduledStep
 
 log = logs.get_logger(__name__)
@@ -55,6 +56,8 @@ class VllmEngine:
         self._sleep = sleep
         self._sequences: dict[SequenceKey, Sequence] = {}
         self._running: dict[SequenceKey, Sequence] = {}
+        #: sequences that vLLM has not admitted, or has preempted; it has an order of its own
+        self._waiting = WaitingQueue()
         self._free_slots = list(range(limits.max_num_seqs))
         #: outcomes of sequences that vLLM refused, for the next step
         self._refused: list[Outcome] = []
@@ -97,6 +100,7 @@ class VllmEngine:
             self._refused.append(sequence.outcome(Stop.REFUSED, error))
             return
         self._sequences[sequence.key] = sequence
+        self._waiting.push(sequence)
 
     def abort(self, abort: Abort) -> None:
         keys = [key for key in self._sequences if key in abort]
@@ -160,6 +164,7 @@ class VllmEngine:
             self._running[row.key].num_computed = row.start + row.count
 
     def _admit(self, sequence: Sequence, num_cached: int) -> None:
+        self._waiting.remove(sequence)
         sequence.slot = heappop(self._free_slots)
         sequence.num_computed = num_cached
         self._counters.prompt_tokens += 0 if sequence.is_preempted else sequence.num_known
@@ -174,6 +179,7 @@ class VllmEngine:
         self._released_blocks += blocks_for(sequence.num_computed)
         sequence.num_computed = 0
         sequence.mark_preempted()
+        self._waiting.push(sequence)
         self._preemptions += 1
         self._victims.append(sequence)
         return slot
@@ -241,7 +247,9 @@ class VllmEngine:
 
     def _remove(self, sequence: Sequence) -> None:
         del self._sequences[sequence.key]
-        if sequence.key in self._running:
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        else:
             self._released_blocks += blocks_for(sequence.num_computed)
             slot = self._vacate(sequence)
             if self.breakdowns is not None:
@@ -254,18 +262,16 @@ class VllmEngine:
         return self._stopwatch.times
 
     def load(self) -> Load:
-        waiting = [it for it in self._sequences.values() if it.slot == NO_SLOT]
-        running = self._running.values()
-        uncached = sum(sequence.num_uncached for sequence in waiting)
-        num_waiting_tokens = sum(sequence.num_known for sequence in waiting)
+        running, waiting = self._running.values(), self._waiting
         num_blocks = self._limits.num_blocks
         return Load(
             num_running=len(running),
             num_waiting=len(waiting),
             blocks_used=num_blocks - self._core.num_free_blocks,
             blocks_total=num_blocks,
-            pending_prefill_tokens=uncached + sum(max(0, it.remaining - 1) for it in running),
-            committed_tokens=num_waiting_tokens + sum(it.num_known for it in running),
+            pending_prefill_tokens=waiting.num_uncached
+            + sum(max(0, it.remaining - 1) for it in running),
+            committed_tokens=waiting.num_tokens + sum(it.num_known for it in running),
             step=self._step,
             output_tokens=self._output_tokens,
             preemptions=self._preemptions,
@@ -274,7 +280,7 @@ class VllmEngine:
             released_blocks=self._released_blocks,
             kv_tokens=self._kv_tokens,
             num_pairs=self._num_pairs,
-            waiting_cached_tokens=num_waiting_tokens - uncached,
+            waiting_cached_tokens=waiting.num_tokens - waiting.num_uncached,
         )
 
     def occupants(self) -> tuple[Occupant, ...]:
@@ -288,6 +294,7 @@ class VllmEngine:
         slots = [sequence.slot for sequence in self._running.values()]
         assert sorted([*slots, *self._free_slots]) == [*range(self._limits.max_num_seqs)]
         assert self._running.keys() <= self._sequences.keys()
+        assert len(self._running) + len(self._waiting) == len(self._sequences)
         if not self._sequences:
             assert self._core.num_free_blocks == self._limits.num_blocks, "blocks leak"
 

@@ -67,8 +67,7 @@ class VllmCore:
         model = self._config.model_config
         # One block is never used: vLLM's null block.
         num_blocks = self._pool.num_gpu_blocks - 1
-        kind = DeviceKind.CPU if _is_cpu() else DeviceKind.GPU
-        return CoreDevice(num_blocks, model.get_vocab_size(), model.max_model_len, kind)
+        return CoreDevice(num_blocks, model.get_vocab_size(), model.max_model_len, _device_kind())
 
     @property
     def num_free_blocks(self) -> int:
@@ -201,6 +200,10 @@ def _name(key: SequenceKey) -> str:
     return f"{key.epoch}:{key.choice}"
 
 
+def _device_kind() -> DeviceKind:
+    return DeviceKind.CPU if _is_cpu() else DeviceKind.GPU
+
+
 def _is_cpu() -> bool:
     from vllm.platforms import current_platform
 
@@ -213,6 +216,7 @@ def _vllm_config(config: WorkerConfig) -> VllmConfig:
         "model": str(directory),
         "dtype": config.dtype,
         "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.batched_tokens(_device_kind()),
         "tensor_parallel_size": config.tensor_parallel,
         "block_size": BLOCK_SIZE,
         "enable_prefix_caching": True,
@@ -228,8 +232,6 @@ def _vllm_config(config: WorkerConfig) -> VllmConfig:
     }
     if config.max_model_len:
         arguments["max_model_len"] = config.max_model_len
-    if config.max_num_batched_tokens:
-        arguments["max_num_batched_tokens"] = config.max_num_batched_tokens
     if config.num_blocks:
         # vLLM never uses one of its blocks.
         arguments["num_gpu_blocks_override"] = config.num_blocks + 1

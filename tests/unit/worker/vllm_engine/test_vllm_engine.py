@@ -14,7 +14,8 @@ from tests.support.worker.fake_vllm_core import FakeCore
 from tests.support.worker.worker_support import limits
 from worker.config import WorkerConfig
 from worker.engine.adapter import EngineBroken
-from worker.engine.outcome import Stop
+from worker.engine.outcome import Abort, Stop
+from worker.engine.sequence import NO_SLOT, Sequence
 from worker.vllm_engine import version
 from worker.vllm_engine.engine import VllmEngine
 
@@ -64,6 +65,43 @@ def test_end_that_only_everlift_sees_removes_the_sequence() -> None:
     each.max_tokens = 2
     assert run(engine).stops == {each.key: Stop.LENGTH}
     assert core.running == core.waiting == []
+
+
+def test_load_matches_the_sequences_at_every_step() -> None:
+    few = limits(num_blocks=8, max_num_seqs=4)
+    engine = VllmEngine(FakeCore(few), few)
+    given = [sequence(prompt(20 + index, index), max_tokens=50) for index in range(8)]
+    for each in given:
+        engine.add(each)
+    for step in range(200):
+        engine.step((), float(step))
+        if step == 3:
+            engine.abort(Abort(given[0].key.epoch))
+            engine.abort(Abort(given[-1].key.epoch))
+        load, held = engine.load(), engine.sequences()
+        waiting = [it for it in held if it.slot == NO_SLOT]
+        assert (load.num_running, load.num_waiting) == (len(held) - len(waiting), len(waiting))
+        assert load.committed_tokens == sum(it.num_known for it in held)
+        uncached = sum(it.num_uncached for it in waiting)
+        assert load.pending_prefill_tokens >= uncached
+        assert load.waiting_cached_tokens == sum(it.num_known for it in waiting) - uncached
+    assert not engine.has_work and engine.load().preemptions
+
+
+def test_load_does_not_visit_waiting_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = VllmEngine(FakeCore(LIMITS), LIMITS)
+    for index in range(30):
+        engine.add(sequence(prompt(5, index)))
+    visited: list[Sequence] = []
+
+    def num_known(each: Sequence) -> int:
+        visited.append(each)
+        return len(each.tokens)
+
+    monkeypatch.setattr(Sequence, "num_known", property(num_known))
+    monkeypatch.setattr(Sequence, "num_uncached", property(num_known))
+    assert engine.load().num_waiting == 30
+    assert visited == []
 
 
 def test_policy_has_no_effect() -> None:
