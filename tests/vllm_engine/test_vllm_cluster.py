@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ from cluster.config import Config
 from cluster.llm.completion import gather
 from everlift.client.client import AsyncClient
 from everlift.errors import EverliftError, InvalidRequest
+from everlift.v1 import inference_pb2 as pb
 from router.config import RouterConfig
-from tests.chaos.support import ROUTER, Cluster, running
+from tests.chaos.support import ROUTER, Cluster, resident, running
+from tests.support.router.http_client import ask, get
 from tests.support.worker.grammar_support import DEMO_MODEL
 from worker.config import WorkerConfig
 
@@ -28,6 +32,8 @@ pytestmark = pytest.mark.skipif(not PYTHON, reason="run by make test-vllm")
 
 _REQUESTS, _KILLS = 64, 10
 _LENGTH = 200
+#: Memory and start time of a cluster with one worker of each engine, on the demo model.
+REPORT = Path("build/bench/vllm_worker.json")
 Result = tuple[tuple[int, ...], object]
 
 
@@ -99,3 +105,101 @@ async def test_structured_output_survives_hostile_grammars(tmp_path: Path) -> No
             await gather(client.generate([1 << 20], max_tokens=9))
         assert len(await others) == _REQUESTS
         assert len((await client.status()).workers) == 2
+
+
+async def test_preempted_sequences_resume_at_another_worker(tmp_path: Path) -> None:
+    settings = config(tmp_path, max_model_len=512)
+    # Worker 0 lacks blocks for the outputs of its sequences.
+    async with (
+        running(settings, {0: {"num_blocks": 20}}) as cluster,
+        AsyncClient(*cluster.addresses) as client,
+    ):
+        moved = await results(cluster)
+        status = await client.status()
+        assert status.preempted > 0
+        assert status.moved > 0
+        alone = [await generate(client, number) for number in range(0, _REQUESTS, 8)]
+    assert moved[::8] == alone
+
+
+#: Fields of a completion, each of which no worker may fail on.
+HOSTILE: dict[str, dict[str, Any]] = {
+    "regex": {"guided_regex": "("},
+    "large regex": {"guided_regex": "(a{1,9999}){1,9999}"},
+    "grammar": {"guided_grammar": "root ::= missing"},
+    "JSON schema": {"guided_json": {"type": "no type"}},
+    "deep JSON schema": {
+        "guided_json": json.loads('{"items": ' * 200 + '{"type": "null"}' + "}" * 200)
+    },
+    "stop strings": {"stop": [f"stop {number}" for number in range(100_000)]},
+    "long stop string": {"stop": "x" * 1_000_000},
+    "stop tokens": {"stop_token_ids": [*range(-5, 100_000)]},
+    "biases": {"logit_bias": {str(token): 1e308 for token in range(100_000)}},
+    "unknown bias": {"logit_bias": {"99999999": 1}},
+    "tokens": {"prompt": [-1, 1 << 40]},
+    "long prompt": {"prompt": [5] * 100_000},
+    "length": {"max_tokens": 1 << 60},
+    "minimum": {"min_tokens": 1 << 30},
+    "seed": {"seed": -(1 << 63)},
+    "large seed": {"seed": 1 << 200},
+    "temperature": {"temperature": 1e308},
+    "penalty": {"frequency_penalty": -1e9},
+    "top_k": {"top_k": 1 << 62},
+    "log probabilities": {"logprobs": 1 << 30},
+    "choices": {"n": 1 << 20},
+    "bad words": {"bad_words": ["a b c"] * 10_000},
+}
+BROKEN = [b"\xff\xfe{", b'{"prompt": "\xc3\x28", "max_tokens": 4}', b"[" * 100_000, b"null"]
+GOOD: dict[str, Any] = {"prompt": "x", "max_tokens": 24, "temperature": 0}
+
+
+async def test_hostile_http_requests_leave_the_workers_alive(tmp_path: Path) -> None:
+    async with running(config(tmp_path)) as cluster:
+        address, pids = cluster.routers[0].http_address, [it.pids for it in cluster.workers]
+        path = "/v1/completions"
+        good = (await ask(address, path, GOOD)).json["choices"]
+        for name, fields in HOSTILE.items():
+            answer = await ask(address, path, {"prompt": "x", "max_tokens": 4, **fields})
+            assert answer.status in (200, 400, 413, 422), (name, answer.status, answer.body)
+        for body in BROKEN:
+            assert 400 <= (await ask(address, path, body)).status < 500, body
+        assert (await ask(address, path, GOOD)).json["choices"] == good
+        assert [it.pids for it in cluster.workers] == pids
+
+
+async def test_explanation_and_metrics_cover_a_request(tmp_path: Path) -> None:
+    settings = replace(config(tmp_path), num_workers=1)
+    async with running(settings) as cluster, AsyncClient(*cluster.addresses) as client:
+        stream = client.generate("count from 1 to 400:", max_tokens=100, ignore_eos=True)
+        began = time.monotonic()
+        completion = await gather(stream)
+        wall_s = time.monotonic() - began
+        explanation = await client.explain(completion.request_id)
+        [worker] = (await client.status()).workers
+        metrics = (await get(cluster.metrics_addresses[0], "/metrics")).body.decode()
+    spans = {span.kind: span.seconds for span in explanation.spans}
+    assert sum(span.seconds for span in explanation.spans) == pytest.approx(explanation.total_s)
+    assert explanation.total_s <= wall_s
+    assert spans[pb.SPAN_KIND_DECODE] > 0 < spans[pb.SPAN_KIND_PREFILL]
+    [attempt] = explanation.attempts
+    assert (attempt.worker_id, attempt.new_tokens) == (worker.worker_id, 100)
+    assert attempt.steps >= 100
+    assert (worker.output_tokens, worker.blocks_used) == (100, 0)
+    assert "everlift_output_tokens_total" in metrics
+
+
+async def test_memory_and_start_time_are_reported(tmp_path: Path) -> None:
+    figures: dict[str, float] = {}
+    whole = replace(config(tmp_path), num_workers=1)
+    own = replace(whole, worker=replace(whole.worker, engine="everlift", python=""))
+    for name, settings in {"vllm": whole, "everlift": own}.items():
+        began = time.monotonic()
+        async with running(settings) as cluster, AsyncClient(*cluster.addresses) as client:
+            figures[f"{name}_start_s"] = time.monotonic() - began
+            await generate(client, 1)
+            memory = sum(resident(pid) for pid in cluster.workers[0].pids)
+            figures[f"{name}_worker_mib"] = memory / (1 << 20)
+    REPORT.parent.mkdir(parents=True, exist_ok=True)
+    REPORT.write_text(json.dumps({"figures": figures}, indent=2) + "\n")
+    print(f"\n{REPORT}: {json.dumps(figures, indent=2)}")
+    assert figures["vllm_worker_mib"] < 4096
