@@ -271,7 +271,7 @@ def test_enumeration_has_the_members_in_use(name: str) -> None:
     assert not missing, f"{name} has no {missing}"
 
 
-def test_every_finish_reason_is_known() -> None:
+def test_finish_reasons_are_all_known() -> None:
     name = "vllm.v1.engine:FinishReason"
     assert set(found(name).__members__) == set(MEMBERS[name]), "map the new ones in vllm_core.py"
 
@@ -327,7 +327,7 @@ def imported() -> set[str]:
     return names
 
 
-def test_every_import_from_vllm_is_stated() -> None:
+def test_imports_from_vllm_are_all_stated() -> None:
     names = stated()
     # A module that is imported is stated by its members.
     modules = {name.partition(":")[0] for name in names}
