@@ -20,8 +20,6 @@ VLLM_PINS := benchmarks/peers/vllm.txt
 GUIDELLM_PINS := benchmarks/peers/guidellm.txt
 RAY_LLM_PINS := $(VLLM_PINS) benchmarks/peers/ray_llm.txt
 MAKE_PEER := benchmarks/peers/make.sh
-# SmolLM2-135M-Instruct in bfloat16, converted from the package's 4-bit weights
-SMOLLM2 := build/bench/models/smollm2-instruct/model.safetensors
 # An environment is made again when what these files hold has changed. Their times say nothing: a clone's are all new.
 unless_current = $(shell cat $(2) | cksum | cmp -s - $(1)/.installed || echo changed)
 BIN := $(VENV)/bin
@@ -102,10 +100,7 @@ $(PEERS)/vllm/.everlift: $(PEERS)/vllm/.installed pyproject.toml
 	$(PEERS)/vllm/bin/pip install -q pytest==9.2.0
 	@touch $@
 
-$(SMOLLM2): $(VENV)/.installed
-	PYTHONPATH=. $(BIN)/python -c 'from benchmarks.int8_accuracy import ensure_model; ensure_model()'
-
-test-vllm: $(VENV)/.installed $(PEERS)/vllm/.everlift $(SMOLLM2) ## run the tests of vLLM as the engine of workers, in an environment with its CPU build
+test-vllm: $(VENV)/.installed $(PEERS)/vllm/.everlift ## run the tests of vLLM as the engine of workers, in an environment with its CPU build
 	$(PEERS)/vllm/bin/python -m pytest -q -c /dev/null --rootdir=. --noconftest -p no:cacheprovider \
 	  tests/vllm_engine/test_vllm_interfaces.py tests/vllm_engine/test_vllm_core.py tests/vllm_engine/test_vllm_models.py
 	EVERLIFT_VLLM_PYTHON=$(PEERS)/vllm/bin/python $(BIN)/pytest -q -s tests/vllm_engine/test_vllm_cluster.py

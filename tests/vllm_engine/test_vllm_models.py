@@ -1,4 +1,4 @@
-"""Exact continuation with models that Everlift's own engine does not serve, and with a real one.
+"""Exact continuation with models that Everlift's own engine does not serve.
 
 Run in vLLM's own environment, by make test-vllm.
 """
@@ -101,19 +101,14 @@ def quantised(directory: Path) -> Path:
     return directory
 
 
-def smollm2(directory: Path) -> Path:
-    """Return SmolLM2-135M-Instruct in bfloat16, which make test-vllm writes."""
-    return ROOT / "build" / "bench" / "models" / "smollm2-instruct"
-
-
 def copy_tokenizer(directory: Path) -> None:
     for path in DEMO_MODEL.glob("*token*"):
         shutil.copy(path, directory)
 
 
-MODELS = {"qwen3-moe": mixture_of_experts, "int8": quantised, "smollm2": smollm2}
+MODELS = {"qwen3-moe": mixture_of_experts, "int8": quantised}
 #: vLLM's int8 kernels on CPUs read bfloat16.
-DTYPES = {"qwen3-moe": "float32", "int8": "bfloat16", "smollm2": "bfloat16"}
+DTYPES = {"qwen3-moe": "float32", "int8": "bfloat16"}
 
 
 @pytest.fixture(scope="module", params=MODELS)
