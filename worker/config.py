@@ -116,7 +116,6 @@ class Grammars:
 _CPU_KV_CACHE_MIB = 256
 #: Values that some settings must have if the engine is vLLM.
 _VLLM_ONLY = {
-    "tensor_parallel": 1,
     "load_format": "auto",
     "quantization": "none",
     "preemption": "recompute",
@@ -147,7 +146,7 @@ class WorkerConfig:
     #: TLS of the port for routers, as in the router's setting; traffic between ranks is not
     #: encrypted
     internal_tls: InternalTls = field(default_factory=InternalTls)
-    #: number of ranks
+    #: number of devices over which the model is split; Everlift's own engine has a rank for each
     tensor_parallel: Count = 1
     #: number of blocks of the KV cache; not set: as many as fit into kv_cache_mib
     num_blocks: Count | None = None
@@ -243,6 +242,11 @@ class WorkerConfig:
                 raise ValueError(f"{name} must be {only} if engine is vllm")
         if self.speculation.num_draft_tokens:
             raise ValueError("speculation.num_draft_tokens must be 0 if engine is vllm")
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of the worker's ranks; vLLM starts the processes of its devices itself."""
+        return 1 if self.engine == "vllm" else self.tensor_parallel
 
     @property
     def cpu_kv_cache_mib(self) -> int:

@@ -82,8 +82,7 @@ class LocalWorker:
 
         Raises the error of rank 0's start, or ClusterFailed if another rank fails.
         """
-        size = self._config.worker.tensor_parallel
-        rendezvous = await self._rank.open() if size > 1 else ""
+        rendezvous = await self._rank.open() if self._config.worker.num_ranks > 1 else ""
         # Rank 0 runs in this process, where CUDA uses the first GPU.
         _, *gpus = gpus_of_ranks(self._config, visible_gpus(self._config, os.environ))
         for rank, gpu in enumerate(gpus, 1):

@@ -3,7 +3,8 @@
 NVML counts the GPUs, so that CUDA is not initialised and torch is not imported.
 
     available GPUs         CUDA_VISIBLE_DEVICES of this process if set, else all in CUDA's order
-    rank r of worker w     GPU number w * tensor_parallel + r of these
+    worker w               GPUs from number w * tensor_parallel of these: one for each rank, or all
+                           for the only rank of vLLM
     more ranks than GPUs   the GPUs are assigned in turn, so that some ranks share one
 """
 
@@ -22,15 +23,16 @@ _NONE = ("", "-1")
 
 
 def gpus_of_ranks(config: Config, gpus: Sequence[str], worker: int = 0) -> list[str]:
-    """Return the name of the GPU of each rank of worker number ``worker``.
+    """Return the GPU of each rank of worker number ``worker``; for vLLM, its GPUs with commas.
 
     ``gpus`` are the names of the visible GPUs. With fewer than two, all names are empty, so that
     CUDA chooses.
     """
-    ranks = range(config.worker.tensor_parallel)
+    size, num_ranks = config.worker.tensor_parallel, config.worker.num_ranks
     if len(gpus) < 2:
-        return ["" for _ in ranks]
-    return [gpus[(worker * len(ranks) + rank) % len(gpus)] for rank in ranks]
+        return [""] * num_ranks
+    assigned = [gpus[(worker * size + number) % len(gpus)] for number in range(size)]
+    return assigned if num_ranks == size else [",".join(dict.fromkeys(assigned))]
 
 
 def visible_gpus(config: Config, environment: Mapping[str, str]) -> list[str]:

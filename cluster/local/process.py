@@ -129,7 +129,7 @@ async def _run_rank(launch: RankLaunch, send_report: SendReport, stop: asyncio.E
 async def _live(
     rank: Rank, launch: RankLaunch, send_report: SendReport, start_reporter: StartReporter
 ) -> None:
-    if launch.rank == 0 and launch.worker.tensor_parallel > 1:
+    if launch.rank == 0 and launch.worker.num_ranks > 1:
         send_report({"rendezvous": await rank.open()})
     info = await rank.start()
     heap.freeze_heap()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -25,16 +26,15 @@ from router.config import RouterConfig
 from tests.chaos.support import ROUTER, Cluster, resident, running
 from tests.support.router.http_client import ask, get
 from tests.support.worker.grammar_support import DEMO_MODEL
+from tests.vllm_engine.support import PYTHON, Result, generate, is_running, vllm_processes
 from worker.config import WorkerConfig
 
-PYTHON = os.environ.get("EVERLIFT_VLLM_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="run by make test-vllm")
 
 _REQUESTS, _KILLS = 64, 10
 _LENGTH = 200
 #: Memory and start time of a cluster with one worker of each engine, on the demo model.
 REPORT = Path("build/bench/vllm_worker.json")
-Result = tuple[tuple[int, ...], object]
 
 
 def config(tmp_path: Path, **worker: Any) -> Config:
@@ -50,19 +50,9 @@ def config(tmp_path: Path, **worker: Any) -> Config:
     )
 
 
-async def generate(client: AsyncClient, number: int) -> Result:
-    """Return the tokens and finish reason of a request; half of them are greedy."""
-    options: dict[str, Any] = {"temperature": 0.0} if number % 2 else {"seed": number}
-    stream = client.generate(
-        f"count from {number} to 400:", max_tokens=_LENGTH, frequency_penalty=0.1, **options
-    )
-    [choice] = (await gather(stream)).choices
-    return choice.token_ids, choice.finish_reason
-
-
-async def results(cluster: Cluster) -> list[Result]:
+async def results(cluster: Cluster, count: int = _REQUESTS) -> list[Result]:
     async with AsyncClient(*cluster.addresses) as client:
-        return await asyncio.gather(*(generate(client, number) for number in range(_REQUESTS)))
+        return await asyncio.gather(*(generate(client, number) for number in range(count)))
 
 
 async def test_killed_workers_lose_and_change_no_token(tmp_path: Path) -> None:
@@ -87,6 +77,37 @@ async def test_drained_worker_returns_its_sequences(tmp_path: Path) -> None:
             status = await client.status()
             await client.drain(status.workers[0].worker_id)
             assert await disturbed == undisturbed
+
+
+@pytest.mark.parametrize("victim", ["rank", "process of vLLM"])
+async def test_tensor_parallel_worker_ends_as_a_whole(tmp_path: Path, victim: str) -> None:
+    async with running(config(tmp_path, tensor_parallel=2)) as cluster:
+        undisturbed = await results(cluster, 8)
+        disturbed = asyncio.create_task(results(cluster, 8))
+        await asyncio.sleep(0.5)
+        assert not disturbed.done()
+        [rank] = cluster.workers[0].pids
+        processes = vllm_processes(rank)
+        assert len(processes) == 2
+        os.kill(rank if victim == "rank" else processes[1], signal.SIGKILL)
+        assert await disturbed == undisturbed
+        await _ended(rank, *processes)
+
+
+async def test_idle_worker_ends_with_a_process_of_vllm(tmp_path: Path) -> None:
+    async with running(config(tmp_path, tensor_parallel=2)) as cluster:
+        [rank] = cluster.workers[0].pids
+        processes = vllm_processes(rank)
+        os.kill(processes[0], signal.SIGKILL)
+        await _ended(rank, *processes)
+
+
+async def _ended(*pids: int) -> None:
+    """Wait until the processes have ended; fail after 20 seconds."""
+    deadline = time.monotonic() + 20
+    while left := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline, f"still running: {left}"
+        await asyncio.sleep(0.1)
 
 
 async def test_structured_output_survives_hostile_grammars(tmp_path: Path) -> None:

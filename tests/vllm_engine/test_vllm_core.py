@@ -5,9 +5,12 @@ Run in vLLM's own environment, by make test-vllm.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -19,10 +22,11 @@ from everlift.hashes import CHUNK_SIZE, chunk_hashes
 from everlift.sampling import Grammar, GrammarKind, SamplingParams
 from tests.support.worker.engine_contract import GREEDY, EngineContract, prompt, run, sequence
 from worker.config import WorkerConfig
-from worker.engine.adapter import EngineAdapter
+from worker.engine.adapter import EngineAdapter, EngineBroken
 from worker.engine.outcome import Stop
 from worker.vllm_engine.build import build_engine, without_watch
 from worker.vllm_engine.engine import VllmEngine
+from worker.vllm_engine.vllm_core import _vllm_config
 
 MODEL = Path(__file__).parents[2] / "cluster" / "demo_model"
 CONFIG = WorkerConfig(
@@ -88,6 +92,14 @@ def tiny() -> Iterator[VllmEngine]:
     engine.close()
 
 
+@pytest.fixture(scope="module")
+def split() -> Iterator[VllmEngine]:
+    """Engine over two processes of vLLM."""
+    engine = build_engine(replace(CONFIG, tensor_parallel=2), without_watch)
+    yield engine
+    engine.close()
+
+
 def fresh(engine: VllmEngine) -> VllmEngine:
     """Return an engine over the same core."""
     return VllmEngine(engine._core, engine.limits)
@@ -104,9 +116,9 @@ class TestVllmCore(EngineContract):
 
 
 def whole_and_rests(
-    engine: VllmEngine, case: dict[str, Any], *, naive: bool = False
+    engine: VllmEngine, case: dict[str, Any], *, naive: bool = False, every: int = 1
 ) -> tuple[Any, list[Any]]:
-    """Return the undisturbed result, and the result of a continuation at each cut."""
+    """Return the undisturbed result, and that of a continuation at each cut, or some of them."""
     fields = {**case}
     stops = fields.pop("stops", frozenset())
     more = {"sampling": SamplingParams(**fields), "stop_token_ids": stops, "max_tokens": LENGTH}
@@ -114,7 +126,7 @@ def whole_and_rests(
     tokens, stop = collected.of(whole)
     logprobs = collected.logprobs[whole.key]
     rests = []
-    for done in range(1, len(tokens)):
+    for done in range(1, len(tokens), every):
         if naive:
             rest = sequence([*PROMPT, *tokens[:done]], **more | {"max_tokens": LENGTH - done})
         else:
@@ -132,6 +144,46 @@ def test_continuation_is_exact_at_every_token(large: VllmEngine, name: str) -> N
     whole, rests = whole_and_rests(fresh(large), CASES[name])
     assert len(whole[0]) > 1 and whole[1] in (Stop.EOS, Stop.LENGTH)
     assert [rest == whole for rest in rests] == [True] * len(rests)
+
+
+@pytest.mark.parametrize("name", ["min_p, top_k, top_p", "seed and penalties", "JSON, seed"])
+def test_continuation_is_exact_with_tensor_parallel(split: VllmEngine, name: str) -> None:
+    whole, rests = whole_and_rests(fresh(split), CASES[name], every=9)
+    assert len(whole[0]) > 1 and whole[1] in (Stop.EOS, Stop.LENGTH)
+    assert [rest == whole for rest in rests] == [True] * len(rests)
+
+
+def test_kv_cache_memory_is_divided_over_devices() -> None:
+    one, two = (
+        _vllm_config(replace(CONFIG, num_blocks=None, tensor_parallel=size)).cache_config
+        for size in (1, 2)
+    )
+    total = CONFIG.cpu_kv_cache_mib << 20
+    assert (one.kv_cache_memory_bytes, two.kv_cache_memory_bytes) == (total, total // 2)
+
+
+def test_executor_without_ray_starts_no_ray() -> None:
+    import ray
+
+    config = _vllm_config(replace(CONFIG, tensor_parallel=2))
+    assert config.parallel_config.distributed_executor_backend == "mp"
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize("has_work", [True, False])
+def test_lost_process_is_reported_and_ends_the_others(has_work: bool) -> None:
+    lost: Queue[str] = Queue()
+    engine = build_engine(replace(CONFIG, tensor_parallel=2), without_watch, on_failure=lost.put)
+    first, second = (each.proc for each in engine._core._core.model_executor.workers)
+    os.kill(second.pid, signal.SIGKILL)
+    if has_work:
+        engine.add(sequence(PROMPT, max_tokens=LENGTH))
+        with pytest.raises(EngineBroken):
+            for _ in range(LENGTH):
+                engine.step()
+    assert lost.get(timeout=20) == "a process of vLLM has ended"
+    engine.close()
+    assert (first.exitcode, second.exitcode) == (-signal.SIGKILL, -signal.SIGKILL)
 
 
 @pytest.mark.parametrize("name", ["presence", "frequency", "seed and penalties", "min_tokens"])

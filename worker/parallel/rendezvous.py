@@ -69,7 +69,7 @@ class Rendezvous:
         another model, or if ``close`` is called meanwhile.
         """
         try:
-            log = self._listener.accept(self._config.tensor_parallel, self._config.join_timeout)
+            log = self._listener.accept(self._config.num_ranks, self._config.join_timeout)
         finally:
             self.close()
         if self._config.is_fake:
@@ -78,7 +78,7 @@ class Rendezvous:
         from worker.parallel.group import init_group
 
         place = choose_device(self._config.device)
-        group = init_group(self._store, 0, self._config.tensor_parallel, place)
+        group = init_group(self._store, 0, self._config.num_ranks, place)
         # The store listens as long as it is referenced; from here on only the group may do so.
         del self._store
         return RankLinks(group, log)
@@ -103,4 +103,4 @@ def join(config: WorkerConfig, rank: int, address: str, fingerprint: str) -> Ran
     store = group.join_store(address)
     log = StepLogReader.connect(store.get(_STEP_LOG_KEY).decode(), rank, fingerprint)
     place = device.choose_device(config.device)
-    return RankLinks(group.init_group(store, rank, config.tensor_parallel, place), log)
+    return RankLinks(group.init_group(store, rank, config.num_ranks, place), log)

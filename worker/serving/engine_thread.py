@@ -41,7 +41,8 @@ class EngineThread:
     ``connect`` connects this rank with the others. The attribute ``links`` has its result, which
     the creator of this object must close after the thread has ended. ``inbox`` has the orders to
     the engine. ``report`` and ``announce`` are called in the thread, as LeadingLoop describes.
-    ``startup`` records the durations of the parts of the start.
+    ``startup`` records the durations of the parts of the start. ``on_failure`` is called in any
+    thread with the cause if the engine can run no further step, even while it has no work.
 
     The result of the future ``ready`` is the engine, set before its first step. The future
     ``ended`` is done when the thread ends, with None or the error that ended it. An error before
@@ -56,6 +57,7 @@ class EngineThread:
         report: Callable[[Report], None],
         announce: Callable[[FirstSteps], None],
         startup: Startup,
+        on_failure: Callable[[str], None],
     ) -> None:
         self.ready: Future[EngineAdapter] = Future()
         self.ended: Future[None] = Future()
@@ -68,6 +70,7 @@ class EngineThread:
         self._report = report
         self._announce = announce
         self._startup = startup
+        self._on_failure = on_failure
         # From here on the futures cannot be cancelled.
         self.ready.set_running_or_notify_cancel()
         self.ended.set_running_or_notify_cancel()
@@ -110,7 +113,7 @@ class EngineThread:
         from worker.vllm_engine.build import build_engine
 
         with self._startup.part("load_s"):
-            engine = build_engine(self._config, self._timed, self._stopwatch)
+            engine = build_engine(self._config, self._timed, self._stopwatch, self._on_failure)
         try:
             self._loop(engine)
         finally:
@@ -119,7 +122,7 @@ class EngineThread:
     def _build_engine(self, runner: Runner) -> Engine:
         limits = Limits.of(self._config, runner)
         launch = runner.launch if limits.can_launch_ahead else None
-        survivable = (Exception,) if self._config.tensor_parallel == 1 else COLLECTIVE_ERRORS
+        survivable = (Exception,) if self._config.num_ranks == 1 else COLLECTIVE_ERRORS
         return Engine(runner, limits, survivable, self._watched, self._stopwatch, launch)
 
     def _watched(self, plan: Plan) -> AbstractContextManager[None]:

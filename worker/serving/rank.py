@@ -82,7 +82,7 @@ class Server(Protocol):
 
 
 class Rank:
-    """Rank number ``rank`` of ``config.tensor_parallel`` ranks; all calls come from one event loop.
+    """Rank number ``rank`` of ``config.num_ranks`` ranks; all calls come from one event loop.
 
     With several ranks, rank 0's ``open`` is called first, and returns the ``rendezvous`` for the
     others. Then all ranks must be started at the same time, because they wait for each other.
@@ -105,8 +105,8 @@ class Rank:
         """
         if not config.model:
             raise ValueError('model must be set, to a directory, a hub id or "fake"')
-        if not 0 <= rank < config.tensor_parallel:
-            raise ValueError(f"rank must be from 0 to {config.tensor_parallel - 1}, not {rank}")
+        if not 0 <= rank < config.num_ranks:
+            raise ValueError(f"rank must be from 0 to {config.num_ranks - 1}, not {rank}")
         if rank and not rendezvous:
             raise ValueError(
                 "rendezvous must be the address of rank 0's rendezvous for a rank above 0"
@@ -205,8 +205,7 @@ class Rank:
     def _prefetch(self) -> None:
         config = self._config
         if not config.is_fake and config.reads_weights:
-            revision, ranks = config.model_revision, config.tensor_parallel
-            prefetch.start(config.model, revision, self._rank, ranks)
+            prefetch.start(config.model, config.model_revision, self._rank, config.num_ranks)
 
     def _start_thread(self) -> EngineThread:
         thread = EngineThread(
@@ -216,6 +215,7 @@ class Rank:
             self._report,
             self._announce,
             self._startup,
+            self._on_engine_failure,
         )
         thread.ended.add_done_callback(
             lambda ended: self._loop.call_soon_threadsafe(self._on_thread_ended, ended.exception())
@@ -280,7 +280,7 @@ class Rank:
     def _connector(self) -> partial[RankLinks]:
         if self._rank:
             return partial(join, self._config, self._rank, self._rendezvous_address, self._files)
-        if self._config.tensor_parallel == 1:
+        if self._config.num_ranks == 1:
             return partial(RankLinks)
         assert self._rendezvous is not None, "open must be called before start on rank 0 of several"
         return partial(self._rendezvous.gather)
@@ -340,6 +340,9 @@ class Rank:
         assert self._thread is not None
         self._thread.links.close()
         self._thread_exited.set()
+
+    def _on_engine_failure(self, cause: str) -> None:
+        self._loop.call_soon_threadsafe(self._fail, cause)
 
     def _fail(self, cause: str) -> None:
         self._end(RankFailed(cause))

@@ -18,6 +18,8 @@ _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # OMP_NUM_THREADS holds instead of threads that are bound to cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Processes of tensor parallelism start afresh, because this process has threads.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     # Standard output belongs to the worker's reports; messages go to the root logger.
     "VLLM_CONFIGURE_LOGGING": "0",
     # The model's files are there already, and nothing is reported to others.
@@ -35,8 +37,12 @@ def build_engine(
     config: WorkerConfig,
     within: Callable[[int, int], AbstractContextManager[object]],
     stopwatch: Stopwatch = STOPPED,
+    on_failure: Callable[[str], None] = lambda cause: None,
 ) -> VllmEngine:
     """Load vLLM and the model, and return the engine.
+
+    ``on_failure`` is called in another thread if a process of the engine ends, so that no further
+    step can run.
 
     Raises VllmMissing if this interpreter lacks the supported version of vLLM, and vLLM's errors.
     """
@@ -45,5 +51,5 @@ def build_engine(
     # Imported here because only this engine needs vLLM.
     from worker.vllm_engine.vllm_core import VllmCore
 
-    core = VllmCore(config)
+    core = VllmCore(config, on_failure)
     return VllmEngine(core, core.limits, within, stopwatch, time.sleep)

@@ -14,6 +14,7 @@ from vllm.v1.worker import cpu_worker, gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
+from worker.vllm_engine.child import end_with_rank, unlink_segments
 from worker.vllm_engine.params import CHOICE
 from worker.vllm_engine.scheduling import known_tokens
 
@@ -59,7 +60,12 @@ def _seed(state: CachedRequestState) -> int:
 
 
 class ContinuingCPUWorker(cpu_worker.CPUWorker):
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        end_with_rank()
+        super().__init__(*arguments, **named)
+
     def init_device(self) -> None:
         gpu_model_runner.CachedRequestState = _ContinuedState
         cpu_worker.CPUModelRunner = _ContinuingRunner
         super().init_device()
+        unlink_segments()

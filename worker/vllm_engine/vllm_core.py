@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from everlift import model_files
 from everlift.errors import EngineFailed, EverliftError, InvalidRequest
@@ -26,11 +28,13 @@ from worker.engine.limits import Limits
 from worker.engine.outcome import SequenceKey, Stop
 from worker.engine.sequence import Sequence as EngineSequence
 from worker.vllm_engine.core import SampledTokens, ScheduledRow, ScheduledStep
+from worker.vllm_engine.executor import WatchedExecutor
 from worker.vllm_engine.params import sampling_params
 from worker.vllm_engine.prefix_cache import PrefixCache, RemovedBlocks, StoredBlocks
 
 _SCHEDULER = "worker.vllm_engine.scheduling.ContinuingScheduler"
 _CPU_WORKER = "worker.vllm_engine.cpu_worker.ContinuingCPUWorker"
+_GPU_WORKER = "worker.vllm_engine.gpu_worker.EndingGPUWorker"
 _STOPS = {FinishReason.STOP: Stop.EOS, FinishReason.LENGTH: Stop.LENGTH}
 
 
@@ -49,11 +53,18 @@ class CoreDevice:
 class VllmCore:
     """Core of vLLM with the model and the settings of a worker."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        """Load the model and start vLLM's executor; raises vLLM's errors."""
+    def __init__(self, config: WorkerConfig, on_failure: Callable[[str], None]) -> None:
+        """Load the model and start vLLM's executor; raises vLLM's errors.
+
+        ``on_failure`` is called in another thread if a process of the executor ends.
+        """
         self._config = _vllm_config(config)
-        executor = Executor.get_class(self._config)
-        self._core = EngineCore(self._config, executor, log_stats=False)
+        self._core = EngineCore(
+            self._config,
+            _executor_class(self._config),
+            log_stats=False,
+            executor_fail_callback=lambda: on_failure("a process of vLLM has ended"),
+        )
         self._scheduler: Any = self._core.scheduler
         self._pool = self._scheduler.kv_cache_manager.block_pool
         self._keys: dict[str, SequenceKey] = {}
@@ -210,6 +221,28 @@ def _is_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
+def _backend(config: WorkerConfig) -> str:
+    """Return the name of vLLM's executor: Ray's if the placement group has several bundles."""
+    if config.tensor_parallel == 1:
+        return "uni"
+    # Without a connection to Ray, the question for the placement group would start Ray.
+    if "ray" in sys.modules and (ray := sys.modules["ray"]).is_initialized():
+        group = ray.util.get_current_placement_group()
+        if group is not None and group.bundle_count > 1:
+            return "ray"
+    return "mp"
+
+
+def _executor_class(config: VllmConfig) -> type[Executor]:
+    found = Executor.get_class(config)
+    return WatchedExecutor if found is MultiprocExecutor else found
+
+
+def _kv_cache_bytes(config: WorkerConfig, total_mib: int) -> int:
+    """Return the KV cache of one device, in bytes."""
+    return (total_mib << 20) // config.tensor_parallel
+
+
 def _vllm_config(config: WorkerConfig) -> VllmConfig:
     directory = model_files.locate(config.model, config.model_revision, weights=True)
     arguments: dict[str, Any] = {
@@ -218,6 +251,7 @@ def _vllm_config(config: WorkerConfig) -> VllmConfig:
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.batched_tokens(_device_kind()),
         "tensor_parallel_size": config.tensor_parallel,
+        "distributed_executor_backend": _backend(config),
         "block_size": BLOCK_SIZE,
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",
@@ -238,9 +272,12 @@ def _vllm_config(config: WorkerConfig) -> VllmConfig:
     if _is_cpu():
         arguments["worker_cls"] = _CPU_WORKER
         arguments["enforce_eager"] = True
-        arguments["kv_cache_memory_bytes"] = config.cpu_kv_cache_mib << 20
+        arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(config, config.cpu_kv_cache_mib)
     else:
+        arguments["worker_cls"] = _GPU_WORKER
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+        if config.kv_cache_mib:
+            arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(config, config.kv_cache_mib)
     found = EngineArgs(**arguments).create_engine_config()
     if not _is_cpu() and not found.use_v2_model_runner:
         # Version 1 ignores the output that a sequence has when it is queued, without an error.

@@ -69,6 +69,14 @@ def test_gpus_are_assigned_to_ranks_in_order(
     assert [gpus_of_ranks(this, gpus, worker) for worker in range(workers)] == expected
 
 
+def test_gpus_of_vllm_all_belong_to_its_only_rank() -> None:
+    this = config(2, 2, "worker.engine=vllm")
+    gpus = ["0", "1", "2"]
+    assert [gpus_of_ranks(this, gpus, worker) for worker in range(2)] == [["0,1"], ["2,0"]]
+    assert gpus_of_ranks(config(1, 4, "worker.engine=vllm"), ["0", "1"]) == ["0,1"]
+    assert gpus_of_ranks(this, ["0"]) == [""]
+
+
 @pytest.mark.parametrize(
     ("visible", "expected"),
     [

@@ -35,6 +35,6 @@ def test_engine_thread_keeps_cause_if_runner_close_fails(
         engine_thread, "_build_runner", lambda *_: Lost(config.num_blocks or 8, config.fake)
     )
     monkeypatch.setattr(engine_thread, "LeadingLoop", Breaking)
-    thread = EngineThread(config, RankLinks, Inbox(), lambda _: None, lambda _: None, Startup())
+    thread = EngineThread(config, RankLinks, Inbox(), print, print, Startup(), print)
     error = thread.ended.exception(timeout=60)
     assert isinstance(error, EngineBroken) and str(error) == "step 7"

@@ -138,7 +138,6 @@ def test_version_other_than_the_pinned_is_refused(
     "settings",
     [
         {"model": "fake"},
-        {"tensor_parallel": 2},
         {"quantization": "int8"},
         {"preemption": "swap"},
         {"load_format": "dummy"},

@@ -1,0 +1,34 @@
+"""End of vLLM's processes with the rank that started them."""
+
+from __future__ import annotations
+
+from multiprocessing import parent_process
+from pathlib import Path
+
+from worker.child_process import die_with_parent
+
+_SHARED_MEMORY = "/dev/shm"
+#: Beginning of the names of segments for collective operations on CPUs.
+_SEGMENT = "vllm_dist_"
+
+
+def end_with_rank() -> None:
+    """Have the kernel kill this process when the rank's process or its engine thread ends.
+
+    vLLM's own processes notice the end of a pipe, but only once the model is loaded, and not in the
+    middle of a collective operation. Does nothing in the rank's process.
+    """
+    parent = parent_process()
+    if parent is not None and parent.pid is not None:
+        die_with_parent(parent.pid)
+
+
+def unlink_segments() -> None:
+    """Remove the names of shared memory that all processes of the worker have opened.
+
+    Processes that are killed would leave it behind for ever.
+    """
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        _, found, name = line.partition(f"{_SHARED_MEMORY}/{_SEGMENT}")
+        if found:
+            Path(found + name).unlink(missing_ok=True)
