@@ -94,16 +94,18 @@ test-long: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installe
 	SOAK_MINUTES=$${SOAK_MINUTES:-2} FUZZ_CASES=$${FUZZ_CASES:-100000} SCHEMAS=$${SCHEMAS:-10000} $(BIN)/pytest -q -m "long or soak"
 	EXAMPLES=2 $(BIN)/pytest -q -m "not long and not soak" -n auto --maxprocesses=4 --dist=worksteal tests/property tests/continuation
 
-# vLLM's environment also has Everlift, without what Everlift itself requires, and pytest.
-$(PEERS)/vllm/.everlift: $(PEERS)/vllm/.installed pyproject.toml
+# vLLM's environment also has Everlift, without what Everlift itself requires, the version of Ray that Everlift pins, and
+# pytest.
+$(PEERS)/vllm/.everlift: $(PEERS)/vllm/.installed pyproject.toml constraints.txt
 	$(PEERS)/vllm/bin/pip install -q --no-deps -e .
+	$(PEERS)/vllm/bin/pip install -q --no-deps -c constraints.txt ray msgpack
 	$(PEERS)/vllm/bin/pip install -q pytest==9.2.0
 	@touch $@
 
 test-vllm: $(VENV)/.installed $(PEERS)/vllm/.everlift ## run the tests of vLLM as the engine of workers, in an environment with its CPU build
 	$(PEERS)/vllm/bin/python -m pytest -q -c /dev/null --rootdir=. --noconftest -p no:cacheprovider \
 	  tests/vllm_engine/test_vllm_interfaces.py tests/vllm_engine/test_vllm_core.py tests/vllm_engine/test_vllm_models.py
-	EVERLIFT_VLLM_PYTHON=$(PEERS)/vllm/bin/python $(BIN)/pytest -q -s tests/vllm_engine/test_vllm_cluster.py
+	EVERLIFT_VLLM_PYTHON=$(PEERS)/vllm/bin/python $(BIN)/pytest -q -s tests/vllm_engine/test_vllm_cluster.py tests/vllm_engine/test_vllm_ray.py
 
 image: ## build the container image with docker or buildah; VARIANT=cpu for CPUs
 	@tools/build_image.sh $(or $(VARIANT),cuda)

@@ -43,10 +43,13 @@ def prepare() -> None:
 def bind_replicas() -> None:
     """Make replicas of Serve listen on loopback instead of every interface.
 
-    Must be called in each of Ray's worker processes before a replica starts.
+    Must be called in each of Ray's worker processes before a replica starts. Does nothing in an
+    environment without Serve, in which only ranks run.
     """
-    from ray.serve._private import replica
-
+    try:
+        from ray.serve._private import replica
+    except ImportError:
+        return
     module: Any = replica
     listen = module.add_port_to_grpc_server
     module.add_port_to_grpc_server = lambda server, address: listen(

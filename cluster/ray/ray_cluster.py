@@ -4,6 +4,9 @@ this process ─┬─ valkey-server    unless ledger.url names another server
               └─ Ray              started on this machine, or already running at ray_address
                    ├─ router deployment
                    └─ worker deployment: one placement group per replica, one actor per rank
+
+With vLLM as the engine a worker has one rank. vLLM starts processes of its own on the node of the
+rank, or actors if the placement group has several bundles.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -38,6 +41,8 @@ LOCAL = "local"
 #: Size of Ray's object store. Little data passes through it, and no tokens.
 _OBJECT_STORE_BYTES = 100 << 20
 _POLL_S = 0.1
+#: Lets an actor without GPUs of its own detect those of its node.
+_SEES_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
 class RayCluster:
@@ -76,11 +81,6 @@ class RayCluster:
         several routers. After an error everything that was started is stopped. Missing nodes of a
         Ray cluster are no error: the call waits for them.
         """
-        if self.config.worker.engine != "everlift" or self.config.worker.python:
-            raise ClusterFailed(
-                "worker.engine and worker.python are not supported under Ray yet: start with "
-                "--no-ray"
-            )
         routers = self.config.autoscale.max_routers or self.config.num_routers
         if self.config.ray_address == LOCAL and routers > 1:
             raise ClusterFailed(
@@ -302,24 +302,20 @@ def _workers(config: Config, routers: Application) -> Application:
 
     from worker.serving.app import WorkerDeployment
 
-    size = config.worker.tensor_parallel
     threads = threads_per_rank(config, _cores() if config.ray_address == LOCAL else 1)
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    resources = _rank_resources(config.worker.device, nodes, threads)
+    placement = _placement(config, nodes, _rank_resources(config.worker.device, nodes, threads))
     workers: Application = WorkerDeployment.options(  # type: ignore[attr-defined]
         **deployments.options(config)[deployments.WORKER],
         ray_actor_options={"num_cpus": 0},
-        placement_group_bundles=[resources] * size,
-        # The resources of nodes that do not exist yet are unknown.
-        placement_group_strategy="PACK"
-        if config.nodes_per_worker > 1
-        else _strategy(nodes, resources, size),
+        placement_group_bundles=placement.bundles,
+        placement_group_strategy=placement.strategy,
         graceful_shutdown_timeout_s=config.worker.drain_timeout + 5.0,
     ).bind(
         replace(config.worker, num_threads=threads),
         routers,
-        resources,
-        rank_environment(threads),
+        placement.rank_resources,
+        {**rank_environment(threads), **placement.environment},
         log_dir(config),
     )
     return workers
@@ -327,6 +323,44 @@ def _workers(config: Config, routers: Application) -> Application:
 
 def _router_resources(config: Config) -> dict[str, float]:
     return {config.router_resource: 1.0} if config.router_resource else {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Placement:
+    """Placement group of a worker; ``rank_resources`` and ``environment`` are those of each rank.
+
+    Rank i runs in bundle i.
+    """
+
+    bundles: list[dict[str, float]]
+    strategy: str
+    rank_resources: dict[str, float]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def _placement(
+    config: Config, nodes: Sequence[Mapping[str, float]], resources: dict[str, float]
+) -> _Placement:
+    """Return the placement of a worker with ``resources`` for each of its devices.
+
+    The only rank of vLLM has the resources of all devices on one node. Over several nodes, vLLM
+    runs an actor in each bundle, and the rank needs no GPU. Raises ClusterFailed if a worker of
+    vLLM without GPUs does not fit on one node.
+    """
+    size = config.worker.tensor_parallel
+    # The resources of nodes that do not exist yet are unknown.
+    strategy = "PACK" if config.nodes_per_worker > 1 else _strategy(nodes, resources, size)
+    if config.worker.num_ranks == size:
+        return _Placement([resources] * size, strategy, resources)
+    if strategy == "STRICT_PACK":
+        whole = {name: size * each for name, each in resources.items()}
+        return _Placement([whole], strategy, whole)
+    if "GPU" not in resources:
+        raise ClusterFailed(
+            f"no node has the resources of a worker with worker.tensor_parallel {size}, and vLLM "
+            "uses several nodes only with GPUs: lower worker.tensor_parallel or worker.num_threads"
+        )
+    return _Placement([resources] * size, strategy, {}, _SEES_GPUS)
 
 
 def _rank_resources(

@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from everlift import logs
 from worker.config import WorkerConfig
+from worker.serving.interpreter import check_interpreter
 from worker.serving.rank_actor import RankActor
 
 log = logs.get_logger(__name__)
@@ -67,7 +68,8 @@ class WorkerDeployment:
         """Apply the settings that change at run time; the first call also starts the ranks.
 
         Serve calls this right after ``__init__``, and again for each changed user_config. Raises
-        ValueError for an unknown log level, Refused if the router refuses the worker, and RayError
+        ValueError for an unknown log level, UnusableInterpreter if Ray cannot start ranks with the
+        setting ``python``, Refused if the router refuses the worker, and RayError
         if a rank fails while it starts.
         """
         level = user_config["log_level"]
@@ -78,12 +80,17 @@ class WorkerDeployment:
             await self._start(level)
 
     async def _start(self, log_level: str) -> None:
+        runtime_env: dict[str, Any] = {"env_vars": self._rank_env}
+        if python := self._config.python:
+            await asyncio.to_thread(check_interpreter, python, ray.__version__)
+            runtime_env["py_executable"] = python
+
         def launch(rank: int, rendezvous: str) -> Any:
-            actor = _rank_actor(rank, self._rank_resources, self._rank_env)
+            actor = _rank_actor(rank, self._rank_resources, runtime_env)
             return actor.remote(self._config, rank, rendezvous, log_level, self._log_dir)
 
         async with self._starting():
-            self._ranks = await _launch_all(launch, self._config.tensor_parallel)
+            self._ranks = await _launch_all(launch, self._config.num_ranks)
             await asyncio.gather(*(rank.fetch.remote() for rank in self._ranks))
             infos = await asyncio.gather(*(rank.start.remote() for rank in self._ranks))
             self._info: bytes = infos[0]
@@ -178,18 +185,18 @@ class WorkerDeployment:
         return self._stop()
 
 
-def _rank_actor(rank: int, resources: dict[str, float], env: dict[str, str]) -> Any:
+def _rank_actor(rank: int, resources: dict[str, float], runtime_env: dict[str, Any]) -> Any:
     """Return the actor class for ``rank``, whose actor runs in the bundle with that index.
 
-    The bundle is part of the replica's placement group. The actor's environment variables ``env``
-    are set before torch is imported.
+    The bundle is part of the replica's placement group. The environment variables of
+    ``runtime_env`` are set before torch is imported.
     """
     group = get_current_placement_group()
     assert group is not None, "the worker's deployment has placement_group_bundles"
     return ray.remote(RankActor).options(
         num_cpus=resources.get("CPU", 0),
         num_gpus=resources.get("GPU", 0),
-        runtime_env={"env_vars": env},
+        runtime_env=runtime_env,
         scheduling_strategy=PlacementGroupSchedulingStrategy(
             group, placement_group_bundle_index=rank
         ),

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config import Config, load
+from cluster.errors import ClusterFailed
 from cluster.ray.build import application, check_shown, serve_yaml
 from cluster.ray.deployments import RUN_TIME_SETTINGS
-from cluster.ray.ray_cluster import _rank_resources, _strategy
+from cluster.ray.ray_cluster import _placement, _rank_resources, _strategy
 from everlift import settings
 from everlift.errors import SettingsError
 from tests.support.chart import all_settings
@@ -175,3 +176,33 @@ def test_placement_strategy_packs_ranks_on_a_large_node(
     nodes: list[dict[str, float]], strategy: str
 ) -> None:
     assert _strategy(nodes, {"CPU": 1.0, "GPU": 1.0}, 4) == strategy
+
+
+VLLM = ["worker.engine=vllm", "worker.tensor_parallel=4", "model=/m"]
+
+
+def test_vllm_rank_has_the_resources_of_all_devices_of_a_node() -> None:
+    placement = _placement(load(None, {}, VLLM), [{"CPU": 8, "GPU": 4}], {"CPU": 2, "GPU": 1})
+    assert placement.bundles == [{"CPU": 8, "GPU": 4}]
+    assert (placement.strategy, placement.rank_resources) == ("STRICT_PACK", {"CPU": 8, "GPU": 4})
+    assert not placement.environment
+
+
+def test_vllm_places_its_own_actors_over_several_nodes() -> None:
+    nodes = [{"CPU": 8.0, "GPU": 2.0}] * 2
+    placement = _placement(load(None, {}, VLLM), nodes, {"CPU": 2, "GPU": 1})
+    assert (placement.bundles, placement.strategy) == ([{"CPU": 2, "GPU": 1}] * 4, "PACK")
+    # The rank leaves the GPUs to the actors, but must see that there are some.
+    assert not placement.rank_resources and placement.environment
+
+
+def test_vllm_over_several_nodes_without_gpus_is_refused() -> None:
+    with pytest.raises(ClusterFailed, match="only with GPUs"):
+        _placement(load(None, {}, VLLM), [{"CPU": 2.0}] * 4, {"CPU": 2})
+
+
+def test_own_ranks_have_a_bundle_each() -> None:
+    config = load(None, {}, ["worker.tensor_parallel=4", "model=/m", "nodes_per_worker=2"])
+    placement = _placement(config, [{"CPU": 8.0}], {"CPU": 2})
+    assert (placement.bundles, placement.strategy) == ([{"CPU": 2}] * 4, "PACK")
+    assert placement.rank_resources == {"CPU": 2}

@@ -1,0 +1,50 @@
+"""Check of the interpreter of a worker's ranks under Ray.
+
+Ray would start an interpreter without Ray, or with another version of it, over and over.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+
+#: Maximum seconds until the interpreter has printed its versions.
+_TIMEOUT_S = 60.0
+_PROGRAM = """
+import json, platform
+from importlib.metadata import PackageNotFoundError, version
+try:
+    ray = version("ray")
+except PackageNotFoundError:
+    ray = ""
+print(json.dumps([platform.python_version(), ray]))
+"""
+
+
+class UnusableInterpreter(RuntimeError):
+    """Raised if Ray cannot start ranks with the setting ``worker.python``."""
+
+
+def check_interpreter(python: str, ray: str) -> None:
+    """Check that ``python`` has this interpreter's version, and version ``ray`` of Ray.
+
+    Raises UnusableInterpreter.
+    """
+    try:
+        found = subprocess.run(
+            [python, "-c", _PROGRAM], capture_output=True, check=True, timeout=_TIMEOUT_S
+        )
+        its_version, its_ray = json.loads(found.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        raise UnusableInterpreter(f"worker.python does not run: {error}") from None
+    if its_version != platform.python_version():
+        raise UnusableInterpreter(
+            f"worker.python is {python} with Python {its_version}, but Ray requires the version of "
+            f"its own interpreter, {platform.python_version()}"
+        )
+    if its_ray != ray:
+        what = f"has ray {its_ray}" if its_ray else "lacks ray"
+        raise UnusableInterpreter(
+            f"worker.python is {python}, which {what}: run {python} -m pip install ray=={ray}"
+        )
