@@ -229,3 +229,10 @@ async def test_rank_files_include_load_format_and_revision(tmp_path: Path) -> No
     ]
     assert len({Rank(config)._files for config in configs}) == len(configs)
     assert Rank(configs[2])._files == Rank(configs[2])._files
+
+
+def test_vllm_worker_has_one_rank_for_all_devices() -> None:
+    own, vllm = (
+        WorkerConfig(model="x", engine=engine, tensor_parallel=4) for engine in ("everlift", "vllm")
+    )
+    assert (own.num_ranks, vllm.num_ranks) == (4, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 
 from cluster.config import Config, load
 from cluster.errors import ClusterFailed
+from cluster.ray import local_ray
 from cluster.ray.deployments import APPLICATION
 from cluster.ray.ray_cluster import RayCluster
 from everlift import logs
@@ -121,3 +123,9 @@ async def test_ray_cluster_refuses_two_routers_on_one_node(tmp_path: Path) -> No
     ):
         await RayCluster(config).start()
     assert not (tmp_path / "state").exists()
+
+
+def test_replicas_hook_allows_environments_without_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As in the environment of vLLM, where only ranks run.
+    monkeypatch.setitem(sys.modules, "ray.serve._private", None)
+    local_ray.bind_replicas()
