@@ -16,8 +16,9 @@ from pydantic.dataclasses import dataclass
 from cluster import settings_file
 from cluster.autoscale.config import AutoscaleConfig
 from everlift import settings
+from everlift.adapters import parse_adapters
 from everlift.errors import SettingsError
-from everlift.hub import is_hub_id
+from everlift.hub import is_hub_id, name_for_clients
 from everlift.packaged_models import PACKAGED_MODELS
 from everlift.settings import CHECKED, Count
 from everlift.tls import InternalTls
@@ -49,7 +50,12 @@ _OTHER_VARIABLES = frozenset(
 )
 #: Settings of the whole cluster that are copied to its parts (router and worker), by name. The
 #: value is the one of a part in which the setting is not set.
-_UNSET: Mapping[str, object] = {"model": "", "model_revision": "", "internal_tls": InternalTls()}
+_UNSET: Mapping[str, object] = {
+    "model": "",
+    "model_revision": "",
+    "adapters": (),
+    "internal_tls": InternalTls(),
+}
 
 
 def _default_state_dir() -> Path:
@@ -67,15 +73,18 @@ class Config:
     """Settings of a whole cluster.
 
     Relative paths, except ``worker.ready_dir``, are resolved against the working directory when the
-    object is created. The model, its revision, ``chaos`` and ``internal_tls`` are passed on to the
-    sections router and worker. The constructor raises pydantic's ValidationError if a setting is
-    invalid or contradicts another one.
+    object is created. The model, its revision and adapters, ``chaos`` and ``internal_tls`` are
+    passed on to the sections router and worker. The constructor raises pydantic's ValidationError
+    if a setting is invalid or contradicts another one.
     """
 
     #: the served model: Hugging Face directory, GGUF file, hub id (org/name), "smollm2" or "fake"
     model: str = str(DEMO_MODEL)
     #: branch, tag or commit of a hub id; not set: its main branch
     model_revision: str = ""
+    #: LoRA adapters that clients may name as model, each written NAME=DIRECTORY or NAME=ID@REVISION
+    #: (hub id); with worker.engine vllm only
+    adapters: tuple[str, ...] = ()
     num_routers: Count = 1
     #: custom Ray resource of which each router takes one; not set: routers run on any node
     router_resource: str = ""
@@ -119,13 +128,30 @@ class Config:
         if not is_hub_id(self.model, self.model_revision):
             self._find_directory()
         for part in (self.router, self.worker):
-            for name in ("model", "model_revision", "internal_tls"):
+            for name in _UNSET:
                 if getattr(part, name) not in (_UNSET[name], getattr(self, name)):
                     raise ValueError(
                         f"{name} must be set for the whole cluster, not for a part of it"
                     )
+        self._check_adapters()
         for name in ("router", "worker"):
             self._set(name, self._completed(getattr(self, name)))
+
+    def _check_adapters(self) -> None:
+        try:
+            sources = [source.absolute for source in parse_adapters(self.adapters)]
+        except ValueError as error:
+            raise ValueError(f"adapters {error}") from None
+        if sources and self.worker.engine != "vllm":
+            raise ValueError(
+                "adapters need worker.engine: vllm; Everlift's own engine does not serve LoRA "
+                "adapters"
+            )
+        model = name_for_clients(self.model, self.model_revision)
+        for source in sources:
+            if source.name in (model, *self.router.served_model_names):
+                raise ValueError(f"adapters name {source.name!r}, which is a name of the model")
+        self._set("adapters", tuple(map(str, sources)))
 
     @property
     def most_workers(self) -> int:
@@ -137,6 +163,7 @@ class Config:
             part,
             model=self.model,
             model_revision=self.model_revision,
+            adapters=self.adapters,
             chaos=self.chaos or part.chaos,
             internal_tls=self.internal_tls,
         )
@@ -154,6 +181,15 @@ class Config:
             model_revision=commit,
             router=replace(self.router, model_revision=""),
             worker=replace(self.worker, model_revision=""),
+        )
+
+    def with_adapters(self, adapters: tuple[str, ...]) -> Config:
+        """Return this configuration with other ``adapters``."""
+        return replace(
+            self,
+            adapters=adapters,
+            router=replace(self.router, adapters=()),
+            worker=replace(self.worker, adapters=()),
         )
 
     def _set(self, name: str, value: object) -> None:

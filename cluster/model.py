@@ -8,6 +8,7 @@ from pathlib import Path
 from cluster.config import Config
 from cluster.errors import ClusterFailed
 from everlift import logs, model_files
+from everlift.adapters import parse_adapters
 from everlift.progress import show_progress
 from worker.config import FAKE
 
@@ -15,11 +16,15 @@ log = logs.get_logger(__name__)
 
 
 async def pinned(config: Config) -> Config:
-    """Return ``config`` with the revision of a hub model replaced by the commit that it names.
+    """Return ``config`` with the commits of a hub model and of hub adapters as their revisions.
 
-    The configuration of any other model is returned unchanged. Raises ModelUnavailable if the
-    commit cannot be determined.
+    The configuration of other models and adapters is returned unchanged. Raises ModelUnavailable if
+    a commit cannot be determined.
     """
+    sources = [await model_files.pin_adapter(it) for it in parse_adapters(config.adapters)]
+    if (adapters := tuple(map(str, sources))) != config.adapters:
+        log.info("adapter revisions resolved", adapters=adapters)
+        config = config.with_adapters(adapters)
     commit = await model_files.pin(config.model, config.model_revision)
     if commit == config.model_revision:
         return config
@@ -30,12 +35,12 @@ async def pinned(config: Config) -> Config:
 
 
 async def fetched(config: Config) -> Config:
-    """Download the missing files of the model, and return ``config`` with the model's commit.
+    """Download the missing files of model and adapters, and return ``config`` with their commits.
 
     The returned configuration has the commit of a hub model as the revision, and is unchanged for
     any other model. A GGUF file is converted to a model directory in the cache, unless the cache
     has it already. Raises ModelUnavailable if files are unavailable, and ClusterFailed for a model
-    that no worker can serve.
+    or an adapter that no worker can serve.
     """
     config = await pinned(config)
     with show_progress(f"downloading {config.model}") as progress:
@@ -51,10 +56,23 @@ async def fetched(config: Config) -> Config:
                 f"{config.model} is a GGUF file, which vLLM does not read here: use a directory or "
                 "a hub id, or leave out worker.engine"
             )
+        await _check_adapters(config)
     elif config.model != FAKE:
         directory = model_files.locate(config.model, config.model_revision, weights=False)
         await asyncio.to_thread(_check_supported, directory, config.worker.tensor_parallel)
     return config
+
+
+async def _check_adapters(config: Config) -> None:
+    from worker.model.adapters import BadAdapter, read_adapters
+
+    for source in parse_adapters(config.adapters):
+        await model_files.fetch_adapter(source)
+    directory = model_files.locate(config.model, config.model_revision, weights=False)
+    try:
+        await asyncio.to_thread(read_adapters, config.adapters, directory)
+    except BadAdapter as error:
+        raise ClusterFailed(str(error)) from None
 
 
 def _check_supported(directory: Path, num_ranks: int) -> None:

@@ -62,6 +62,8 @@ class RouterConfig:
     model: str = ""
     #: branch, tag or commit of a hub id; not set: its main branch
     model_revision: str = ""
+    #: LoRA adapters of the model, written like the cluster's setting adapters
+    adapters: tuple[str, ...] = ()
     #: further names of the model, which clients may send as model
     served_model_names: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     #: address of the clients' gRPC port

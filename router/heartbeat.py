@@ -107,7 +107,7 @@ class Heartbeat:
         """Store a ready worker in the ledger, and connect to it.
 
         Raises InvalidRequest if the worker has another model fingerprint or block size than the
-        workers that are connected. Raises LedgerUnavailable.
+        workers that are connected, or other files of an adapter. Raises LedgerUnavailable.
         """
         for link in self._sessions.links:
             if link.is_up:
@@ -186,4 +186,11 @@ def _check_same(other: session_pb2.WorkerInfo, info: session_pb2.WorkerInfo) -> 
         if mine != theirs:
             raise InvalidRequest(
                 f"worker {info.worker_id} has {field} {mine}; the cluster's workers have {theirs}"
+            )
+    for name, digest in info.adapters.items():
+        if (theirs := other.adapters.get(name, digest)) != digest:
+            raise InvalidRequest(
+                f"worker {info.worker_id} has other files of the adapter {name!r} (digest "
+                f"{digest}) than the cluster's workers ({theirs}): give a changed adapter a new "
+                "name"
             )

@@ -14,6 +14,7 @@ from typing import Any, Self
 from starlette.types import ASGIApp
 
 from everlift import logs, model_files
+from everlift.adapters import parse_adapters
 from everlift.address import join_host_port
 from everlift.certificates import server_context
 from everlift.channels import SERVER_OPTIONS
@@ -155,6 +156,7 @@ class Router:
         model.clamps_max_tokens = config.clamp_max_tokens
         model.computes_chunks = config.locality
         model.aliases = config.served_model_names
+        model.adapters = {it.name: it.root for it in parse_adapters(config.adapters)}
         model.is_active = await ledger.is_active()
         if (last := await ledger.last_worker()) is not None:
             model.assume_limit(last)

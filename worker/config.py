@@ -130,6 +130,8 @@ class WorkerConfig:
     model: str = ""
     #: commit of the model's repository on the hub, so that all ranks read the same files
     model_revision: str = ""
+    #: LoRA adapters of the model, written like the cluster's setting adapters
+    adapters: tuple[str, ...] = ()
     #: everlift: Everlift's own engine; vllm: vLLM, which must be installed where the worker runs
     engine: Literal["everlift", "vllm"] = "everlift"
     #: Python interpreter of the worker's processes; not set: that of everlift up. vLLM has an

@@ -46,6 +46,9 @@ def chat(
         float | None, typer.Option(help="Cumulative probability for nucleus sampling.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    model: Annotated[
+        str, typer.Option(help="Name of the model or of an adapter. Default: the served model.")
+    ] = "",
     address: Address = None,
 ) -> None:
     """Chat with the model of a running cluster."""
@@ -54,13 +57,14 @@ def chat(
         "temperature": temperature,
         "top_p": top_p,
         "seed": seed,
+        "model": model or None,
     }
     given = {name: value for name, value in options.items() if value is not None}
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
         try:
-            api, model = runner.run(_open(stack, address))
-            _converse(runner, Conversation(api, model, given, system))
+            api, served = runner.run(_open(stack, address))
+            _converse(runner, Conversation(api, model or served, given, system))
         finally:
             runner.run(stack.aclose())
 

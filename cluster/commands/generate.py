@@ -17,7 +17,7 @@ from cluster.config import Config
 from cluster.connection import Address, connected
 from cluster.llm import describe
 from cluster.llm.completion import Choice, Completion, Gathering
-from cluster.llm.local import Assignments, Local, Model, local_config, opened
+from cluster.llm.local import Assignments, Local, local_config, opened
 from cluster.options import generate_options, takes_options
 from everlift.client.received_output import Chunk
 from everlift.messages import FinishReason
@@ -30,6 +30,7 @@ EXAMPLES = """
 
 - `everlift generate "count from 17 to 30:" --temperature 0`
 - `everlift generate "Once" --max-tokens 50 --stop "." --seed 7`
+- `everlift generate "Once" --model sql` uses the LoRA adapter sql
 - `everlift generate "12 + 30 =" --n 3 --logprobs 2 --json`
 - `everlift generate "json name=ann age=31 city=rome:" --json-schema @person.json`
 - `everlift generate --local --model ~/models/llama "Once" --set worker.dtype=float32`
@@ -40,6 +41,13 @@ TraceParent = Annotated[
     str,
     typer.Option(envvar="TRACEPARENT", help="Trace context of the caller, in the W3C format."),
 ]
+_Model = Annotated[
+    str | None,
+    typer.Option(
+        help="Name of the served model or of an adapter; with --local, any value of `everlift up "
+        "--model`."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for each choice.")]
 
 
@@ -49,7 +57,7 @@ def generate(
     as_json: AsJson = False,
     address: Address = None,
     local: Local = False,
-    model: Model = None,
+    model: _Model = None,
     assignments: Assignments = None,
     traceparent: TraceParent = "",
     **options: Any,
@@ -57,7 +65,9 @@ def generate(
     """Stream the continuation of a prompt. Ctrl-C cancels it."""
     given = generate_options(options)
     screen = _Screen(as_json=as_json, is_live=not as_json and given.get("n", 1) == 1)
-    config = local_config(local, model, assignments)
+    config = local_config(local, model if local else None, assignments)
+    if config is None and model:
+        given["model"] = model
     if config is None:
         # An invalid value is ignored, because the variable may be meant for another program.
         known = traceparent if TraceContext.parse(traceparent) else ""

@@ -24,6 +24,9 @@ from router.ledger.config import EMBEDDED, URL_VARIABLE
 if TYPE_CHECKING:
     from ray.serve import Application
 
+#: Settings that Config copies into its sections.
+_IN_COMMON = ("model", "model_revision", "adapters", "chaos", "internal_tls")
+
 _HEAD = f"""\
 # Written by `everlift build`, for `serve deploy` and KubeRay. The args are Everlift's settings.
 # Others may be added, except those of the deployments below, which change without a restart. The
@@ -120,10 +123,10 @@ def _set(config: Config) -> dict[str, Any]:
         chaos=config.chaos,
         internal_tls=config.internal_tls,
     )
-    values = settings.to_dict(config)
-    in_common = {
-        name: values[name] for name in ("model", "model_revision", "chaos", "internal_tls")
-    }
+    values: dict[str, Any] = settings.to_dict(config)
+    for section in ("router", "worker"):
+        values[section]["adapters"] = []
+    in_common = {name: values[name] for name in _IN_COMMON}
     shown = _different(in_common, settings.to_dict(Config()))
     return {"model": config.model} | shown | _different(values, settings.to_dict(whole))
 

@@ -9,7 +9,7 @@ stored ``Request`` and the tokens generated so far.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Self
@@ -114,7 +114,8 @@ class Submission:
     ``keep_special_tokens``, the text of the output includes special tokens. ``attachment`` is data
     of an API that the ledger stores with the request. Only the last ``truncate_prompt_tokens``
     tokens of the prompt are used; None means all, and -1 as many as the context leaves beside the
-    output. ``bad_words`` are texts whose token sequences the output must not contain.
+    output. ``bad_words`` are texts whose token sequences the output must not contain. ``adapter``
+    is the LoRA adapter that ``model`` names; it is empty for the model itself.
 
     The constructor raises InvalidRequest if a field is invalid.
     """
@@ -146,6 +147,7 @@ class Submission:
     attachment: bytes = b""
     truncate_prompt_tokens: int | None = None
     bad_words: tuple[str, ...] = ()
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         check_qualified(self.request_id)
@@ -202,11 +204,16 @@ class Submission:
         """Return the salt of the request's block hashes.
 
         Requests share cached KV blocks only if their salts are equal. Tenants never share blocks,
-        because timing would reveal the prompts of other tenants.
+        because timing would reveal the prompts of other tenants. Each adapter computes other keys
+        and values.
         """
-        if not self.cache_salt and not tenant_of(self.request_id):
-            return b""
-        return hashlib.sha256(f"{tenant_of(self.request_id)}/{self.cache_salt}".encode()).digest()
+        tenant, salt = tenant_of(self.request_id), b""
+        if self.cache_salt or tenant:
+            salt = hashlib.sha256(f"{tenant}/{self.cache_salt}".encode()).digest()
+        if self.adapter:
+            # No text of a tenant and a salt begins with this byte.
+            salt = hashlib.sha256(b"\0" + self.adapter.encode() + b"\0" + salt).digest()
+        return salt
 
     @classmethod
     def from_proto(
@@ -217,12 +224,13 @@ class Submission:
         trace: TraceContext | None = None,
         x_request_id: str = "",
         sampling_defaults: SamplingParams | None = None,
+        adapters: Container[str] = (),
     ) -> Self:
         """Return the submission that ``message`` describes.
 
         ``request_id`` is the id with the tenant's name. ``seed`` and ``sampling_defaults`` are
-        used for sampling parameters that the message does not set. Raises InvalidRequest if a
-        field is invalid.
+        used for sampling parameters that the message does not set. ``adapters`` has the names of
+        the model's adapters. Raises InvalidRequest if a field is invalid.
         """
         _check_best_of(message)
         submission = cls(
@@ -259,6 +267,7 @@ class Submission:
                 else None
             ),
             bad_words=limit_plus_one(message.bad_words, MAX_BAD_WORDS),
+            adapter=message.model if message.model in adapters else "",
         )
         # The body is hashed after the checks, so that a list that is too long is never hashed.
         object.__setattr__(submission, "body_hash", hash_body(message))
@@ -359,7 +368,9 @@ class Request:
     is stored in the ledger. ``turn`` has digests of the prompt's text, by which later prompts of
     the session are recognised (``PromptMark`` of the router); it is empty without a session or a
     text. ``prompt_field`` has the ``prompt_ids`` as a field of a protobuf message, from which other
-    messages copy them faster than from a tuple; it may be empty.
+    messages copy them faster than from a tuple; it may be empty. ``adapter`` is the name of the
+    LoRA adapter, if the request names one; ``adapter_digest`` identifies its files like
+    ``fingerprint`` those of the model.
     """
 
     request_id: str
@@ -388,6 +399,8 @@ class Request:
     keep_special_tokens: bool = False
     attachment: bytes = b""
     turn: bytes = b""
+    adapter: str = ""
+    adapter_digest: str = ""
     chunks: tuple[int, ...] = field(default=(), compare=False)
     chunk_hashes: tuple[bytes, ...] = field(default=(), compare=False)
     prompt_field: Sequence[int] = field(default=(), compare=False, repr=False)
@@ -396,6 +409,11 @@ class Request:
     def session(self) -> int:
         """64-bit number of the tenant's session; 0 without one."""
         return session_key(tenant_of(self.request_id), self.session_id)
+
+    @property
+    def served_model(self) -> str:
+        """Name of the adapter or, without one, of the model."""
+        return self.adapter or self.model
 
     def to_bytes(self, prompt_offset: int = 0) -> bytes:
         """Return a StoredRequest that has the prompt's tokens from ``prompt_offset`` on."""
@@ -426,6 +444,8 @@ class Request:
             keep_special_tokens=self.keep_special_tokens,
             attachment=self.attachment,
             turn=self.turn,
+            adapter=self.adapter,
+            adapter_digest=self.adapter_digest,
         ).SerializeToString()
 
     @classmethod
@@ -459,4 +479,6 @@ class Request:
             keep_special_tokens=stored.keep_special_tokens,
             attachment=stored.attachment,
             turn=stored.turn,
+            adapter=stored.adapter,
+            adapter_digest=stored.adapter_digest,
         )

@@ -26,10 +26,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from everlift.adapters import AdapterSource
 from everlift.gguf_directory import LINK, GgufUnusable, directory_of
 from everlift.gguf_header import is_gguf
 from everlift.hub import explain, is_commit, is_hub_id
@@ -42,6 +44,8 @@ _INDEX = "model.safetensors.index.json"
 #: Files of the configuration and the tokenizer. Files in subfolders are for other programs.
 _CONFIG_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 _SUBFOLDERS = "*/*"
+#: Files of a LoRA adapter in peft's format.
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 #: Name of the progress bar with which huggingface_hub counts the bytes written.
 _BYTES_BAR = "huggingface_hub.snapshot_download"
 
@@ -110,6 +114,47 @@ def locate(model: str, revision: str = "", *, weights: bool) -> Path:
         f"no model at {model!r}: no such directory, not a GGUF file, and not a hub id (org/name)"
         + (f"; did you mean {near[0]}?" if near else "")
     )
+
+
+async def pin_adapter(source: AdapterSource) -> AdapterSource:
+    """Return the source with the commit of a hub id as its revision; see ``pin``."""
+    if not source.is_hub_id:
+        return source
+    return replace(source, revision=await pin(source.location, source.revision))
+
+
+async def fetch_adapter(source: AdapterSource) -> None:
+    """Download the missing files of an adapter; do nothing for a directory.
+
+    Raises ModelUnavailable if they cannot be downloaded.
+    """
+    if source.is_hub_id:
+        await _in_thread(partial(_fetch_adapter, source))
+
+
+def _fetch_adapter(source: AdapterSource) -> None:
+    try:
+        locate_adapter(source)
+    except ModelUnavailable:
+        relay = _Relay(ignore_progress, threading.Event())
+        files = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+        _download(source.location, source.revision, files, _bar_class(relay))
+        locate_adapter(source)
+
+
+def locate_adapter(source: AdapterSource) -> Path:
+    """Return the directory with the files of an adapter, without contacting the hub.
+
+    Raises ModelUnavailable if one of them is missing.
+    """
+    directory = Path(source.location)
+    if source.is_hub_id:
+        files = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+        directory = _download(source.location, source.revision, files, None)
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (directory / name).is_file():
+            raise ModelUnavailable(f"no adapter at {source.location!r}: {name} is missing there")
+    return directory
 
 
 def is_gguf_model(model: str) -> bool:

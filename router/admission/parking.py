@@ -17,7 +17,8 @@ class Wait:
 
     The worker has ``cached_tokens`` leading tokens of the request in its prefix cache. The best
     other worker would compute those that it lacks in ``compute_s`` seconds. Together with what that
-    costs other requests, the wait saves ``saved_s`` seconds.
+    costs other requests, the wait saves ``saved_s`` seconds. Without a ``worker_id``, no worker
+    serves the request's adapter yet.
     """
 
     worker_id: str

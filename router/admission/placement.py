@@ -84,6 +84,7 @@ class _Needs(NamedTuple):
     avoid: str
     #: last chunk of the prompt, which identifies all of them; 0: none
     chunk: int = 0
+    adapter: str = ""
 
 
 class CachedPrefixes(NamedTuple):
@@ -241,6 +242,11 @@ class Placement:
             self._ready.set_rank((*worker.load_rank, worker_id))
         else:
             self._ready.remove(worker_id)
+
+    def serves(self, adapter: str) -> bool:
+        """Return whether any worker serves a LoRA adapter, or there is no worker."""
+        workers = self._workers.values()
+        return not workers or any(worker.capacity.serves(adapter) for worker in workers)
 
     # requests
 
@@ -496,7 +502,8 @@ class Placement:
         # The gateway of the request could not reach this worker, and there is another one.
         is_avoided = worker_id == needs.avoid and len(self._workers) > 1
         worker = self._workers[worker_id]
-        return not is_avoided and self._has_credit(worker, needs, num_cached)
+        is_able = not is_avoided and worker.capacity.serves(needs.adapter)
+        return is_able and self._has_credit(worker, needs, num_cached)
 
     def _has_credit(self, worker: WorkerView, need: Need, cached_tokens: int = 0) -> bool:
         # If the worker were lost, requests beside a suspect would be suspected as well, and it
@@ -515,7 +522,7 @@ class Placement:
 
 def _needs_of(waiting: Waiting) -> _Needs:
     last = waiting.chunks[-1] if waiting.chunks else 0
-    return _Needs(waiting.prefill_tokens, waiting.choices, waiting.avoid, last)
+    return _Needs(waiting.prefill_tokens, waiting.choices, waiting.avoid, last, waiting.adapter)
 
 
 def _cheaper(one: Choice, other: Choice) -> Choice:

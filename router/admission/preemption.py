@@ -145,6 +145,7 @@ class Evictions:
             (sum(victim.known_tokens for victim in victims), worker.pending_prefill, it, victims)
             for it, worker in workers.items()
             if worker.is_open and not worker.is_slow and not worker.trial
+            if worker.capacity.serves(waiting.adapter)
             # The gateway of the request could not reach the worker ``avoid``.
             if it != waiting.avoid or len(workers) == 1
             if (victims := self._victims(waiting, it, worker, spared)) is not None
@@ -365,6 +366,7 @@ class MovePolicy:
         spare = worker.free_blocks - reserved - MOVE_HEADROOM * _blocks(running)
         return (
             worker.is_open
+            and worker.capacity.serves(running.adapter)
             and not worker.is_slow
             and worker.free_slots >= running.choices
             and spare >= self._reserve * worker.capacity.num_blocks

@@ -114,6 +114,8 @@ class Waiting(NamedTuple):
     cached_tokens: int = 0
     #: number of the tenant's session; 0: none
     session: int = 0
+    #: LoRA adapter that the worker must serve; empty: none
+    adapter: str = ""
     #: share of the recent requests whose sessions had attained less service, below 1; set by the
     #: leader when the request enters its queue
     attained_rank: float = 0.0
@@ -156,6 +158,7 @@ class Waiting(NamedTuple):
             chunks=tuple(message.chunks),
             cached_tokens=min(message.cached_tokens, max(0, message.prompt_tokens - 1)),
             session=message.session,
+            adapter=message.adapter,
         )
 
 
@@ -184,9 +187,10 @@ class Running:
     choices: int = 1
     #: the request waits at its worker without KV blocks
     is_preempted: bool = False
-    #: this and the queue key are as in ``Waiting``
+    #: this, the queue key and the adapter are as in ``Waiting``
     due: float = inf
     queue_key: QueueKey = BY_ARRIVAL
+    adapter: str = ""
 
     @classmethod
     def dispatched(cls, waiting: Waiting, gateway: str, worker_id: str, epoch: int) -> Self:
@@ -202,6 +206,7 @@ class Running:
             waiting.choices,
             due=waiting.due,
             queue_key=waiting.queue_key,
+            adapter=waiting.adapter,
         )
 
     @classmethod
@@ -219,6 +224,7 @@ class Running:
             is_preempted=message.preempted,
             due=message.due or inf,
             queue_key=QueueKey.from_proto(message),
+            adapter=message.adapter,
         )
 
     @property

@@ -70,6 +70,8 @@ class StartingWorkers:
 
 #: Seconds for which a request that was moved or evicted is neither moved nor evicted again.
 _SPARED_S = 5.0
+#: Seconds after which a request is tried again whose adapter no worker serves.
+_ADAPTER_RETRY_S = 1.0
 #: An evicted request is spared for at least this many times its recompute time, so that it makes
 #: progress in between.
 _SPARED_FACTOR = 3
@@ -450,7 +452,8 @@ class LeaderState:
 
     def _queue_wait(self, waiting: Waiting, now: float) -> session_pb2.QueueWait:
         message = self._queue.queue_wait(waiting, self._order.name, now, is_fair=self._is_fair)
-        if (wait := self._queue.last_wait(waiting.request_id)) is not None:
+        wait = self._queue.last_wait(waiting.request_id)
+        if wait is not None and wait.worker_id:
             parked = self._parking.get(waiting.request_id)
             seconds = self._queue.parked_s(waiting.request_id)
             if parked is not None:
@@ -483,6 +486,10 @@ class LeaderState:
     def _place(
         self, head: Waiting, now: float, ledger_now: float, make_epoch: Callable[[], int]
     ) -> Placed | Wait | None:
+        if not self._placement.serves(head.adapter):
+            # The request must not keep those behind it in the queue.
+            until = now + _ADAPTER_RETRY_S
+            return Wait("", 0, 0.0, 0.0, until) if self._may_park else None
         choice = self._placement.choose(head)
         if choice is not None:
             last = self._queue.last_wait(head.request_id)

@@ -156,6 +156,8 @@ class Capacity:
     ray_cluster: str = ""
     #: seconds to load a KV block from host memory; 0: blocks are not swapped
     host_load_s: float = 0.0
+    #: LoRA adapters that the worker serves
+    adapters: frozenset[str] = frozenset()
 
     @classmethod
     def from_proto(cls, info: session_pb2.WorkerInfo) -> Self:
@@ -166,7 +168,12 @@ class Capacity:
             kind=f"{info.tensor_parallel}x {info.device} {info.fingerprint}",
             ray_cluster=info.ray_cluster,
             host_load_s=info.host_load_s,
+            adapters=frozenset(info.adapters),
         )
+
+    def serves(self, adapter: str) -> bool:
+        """Return whether the worker serves a LoRA adapter; every worker serves the empty one."""
+        return not adapter or adapter in self.adapters
 
 
 NO_WORK = Work()

@@ -187,6 +187,8 @@ class Api:
             "object": "model",
             "created": self._started,
             "owned_by": "everlift",
+            "root": self._model.root_of(name),
+            "parent": self._model.parent_of(name),
             "max_model_len": self._model.max_model_len,
             "sampling_defaults": sampling_defaults.as_json(self._model.sampling_defaults),
         }

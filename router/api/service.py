@@ -251,6 +251,7 @@ class Inference:
                         trace,
                         x_request_id,
                         self._model.sampling_defaults,
+                        self._model.adapters,
                     )
                 ),
             )
@@ -408,7 +409,7 @@ class Inference:
         stored, events = await self._requests.get(caller.qualify(message.request_id))
         response = _described(stored.entry)
         response.request_id = caller.name(stored.entry.request_id)
-        response.model = stored.request.model
+        response.model = stored.request.served_model
         response.prompt_tokens = len(stored.request.prompt_ids)
         response.priority = stored.request.priority
         if stored.request.trace is not None:
@@ -475,6 +476,8 @@ class Inference:
                     max_model_len=model.max_model_len or 0,
                     vocab_size=model.vocab_size,
                     sampling_defaults=sampling_defaults.as_proto(model.sampling_defaults),
+                    parent=model.parent_of(name) or "",
+                    root=model.root_of(name),
                 )
                 for name in model.names
             ]

@@ -46,6 +46,8 @@ def start(live: LiveRequest, choice: Choice, prefix: Sequence[bytes] = ()) -> se
         expected_cached_tokens=live.expected_cached_tokens if prefix else 0,
         omitted_prefix=omitted,
         session=request.session,
+        adapter=request.adapter,
+        adapter_digest=request.adapter_digest,
     )
 
 
@@ -104,6 +106,7 @@ def waiting(
         chunks=chunks,
         cached_tokens=cached_tokens,
         session=request.session,
+        adapter=request.adapter,
         **live.prediction.queue_key._asdict(),
     )
 
@@ -137,6 +140,7 @@ def arriving(
         chunks=request.chunks,
         cached_tokens=prediction.cached_tokens,
         session=request.session,
+        adapter=request.adapter,
         **prediction.queue_key._asdict(),
     )
 
@@ -153,6 +157,7 @@ def running(live: LiveRequest, moves_left: int) -> session_pb2.Running:
         arrived=live.arrived,
         choices=len(live.unfinished),
         due=_finite_or_zero(live.due),
+        adapter=live.request.adapter,
         **live.prediction.queue_key._asdict(),
     )
 

@@ -20,6 +20,7 @@ from everlift.errors import (
     ContextLengthExceeded,
     EmptyPrompt,
     InvalidRequest,
+    NoWorker,
     OutOfRange,
     PromptTextTooLong,
     PromptTooLong,
@@ -222,10 +223,10 @@ class ServedModel:
     hold, or None until a worker has announced its limit. ``fingerprint`` identifies the weights and
     settings with which the workers run the model; it is empty until a worker has announced it.
     ``directory`` is None for the fake model. ``sampling_defaults`` apply to parameters that a
-    request does not set. ``aliases`` are further names that clients may use. With
-    ``clamps_max_tokens``, the max_tokens of every request is lowered to
-    the part of the context that the prompt leaves free. With ``computes_chunks``, requests have the
-    ids of their prompts' chunks.
+    request does not set. ``aliases`` are further names that clients may use. ``adapters`` has the
+    roots (``AdapterSource``) of the model's LoRA adapters, by name. With ``clamps_max_tokens``, the
+    max_tokens of every request is lowered to the part of the context that the prompt leaves free.
+    With ``computes_chunks``, requests have the ids of their prompts' chunks.
     """
 
     name: str
@@ -238,6 +239,7 @@ class ServedModel:
     clamps_max_tokens: bool = False
     computes_chunks: bool = False
     aliases: tuple[str, ...] = ()
+    adapters: Mapping[str, str] = field(default_factory=dict)
     max_model_len: int | None = field(default=None, init=False)
     fingerprint: str = ""
     #: whether clients are directed to this model and not to that of another cluster (router.active)
@@ -247,6 +249,8 @@ class ServedModel:
     is_switching: bool = field(default=False, init=False)
     #: maximum number of tokens of a sequence that a worker can hold, by worker id
     _capacities: dict[str, int] = field(default_factory=dict, init=False)
+    #: digests of the adapters that the connected workers serve, by name
+    _digests: dict[str, str] = field(default_factory=dict, init=False)
 
     @classmethod
     def load(
@@ -296,12 +300,15 @@ class ServedModel:
             self.max_model_len = _capacity(last)
 
     def update_limits(self, workers: Sequence[session_pb2.WorkerInfo]) -> None:
-        """Use the limits and the fingerprint that the connected workers announced.
+        """Use the limits, the fingerprint and the adapters that the connected workers announced.
 
-        Without workers, the last limits stay in effect.
+        Without workers, the last ones stay in effect.
         """
         self._capacities = {worker.worker_id: _capacity(worker) for worker in workers}
         if workers:
+            self._digests = {
+                name: digest for worker in workers for name, digest in worker.adapters.items()
+            }
             self.fingerprint = workers[-1].fingerprint
             self.max_model_len = min(self._capacities.values())
 
@@ -339,8 +346,16 @@ class ServedModel:
 
     @property
     def names(self) -> list[str]:
-        """Return all names of the model that clients may use, its own one first."""
-        return [*dict.fromkeys((self.name, *self.aliases))]
+        """Return all names that clients may use: of the model, its own first, and of adapters."""
+        return [*dict.fromkeys((self.name, *self.aliases, *self.adapters))]
+
+    def parent_of(self, name: str) -> str | None:
+        """Return the name of the model that an adapter adapts; None if ``name`` is no adapter."""
+        return self.name if name in self.adapters else None
+
+    def root_of(self, name: str) -> str:
+        """Return the hub id or the directory's name of the adapter or model with this name."""
+        return self.adapters.get(name, self.name)
 
     def check_requested(self, name: str) -> None:
         """Check that ``name``, the model that a request asks for, is one of ``names`` or empty.
@@ -356,22 +371,29 @@ class ServedModel:
         raise UnknownModel(cause, field="model")
 
     def with_fingerprint(self, request: Request, *, has_output: bool) -> Request:
-        """Return the request with the fingerprint that this model's workers announced.
+        """Return the request with the fingerprints of model and adapter that workers announced.
 
         ``has_output`` states whether the request has output already. Raises UnknownModel if the
-        request is for another model, or if its output was generated under another fingerprint, that
-        is, with other weights, another tokenizer or other settings. A fingerprint that is not known
-        yet matches every other one.
+        request is for another model or for an adapter that is no longer served, or if its output
+        was generated under another fingerprint, that is, with other weights, another tokenizer or
+        other settings. A fingerprint that is not known yet matches every other one.
         """
         self.check_name(request)
-        if self.fingerprint in ("", request.fingerprint):
+        adapter = request.adapter
+        if adapter and adapter not in self.adapters:
+            raise UnknownModel(f"the adapter {adapter!r} is no longer served")
+        of_model, of_adapter = request.fingerprint, request.adapter_digest
+        fingerprint, digest = self.fingerprint, self._digests.get(adapter, "")
+        if fingerprint in ("", of_model) and digest in ("", of_adapter):
             return request
-        if has_output and request.fingerprint:
-            raise UnknownModel(
-                f"the model {self.name!r} has changed since the request began: "
-                f"its fingerprint was {request.fingerprint} and is {self.fingerprint}"
-            )
-        return replace(request, fingerprint=self.fingerprint)
+        if has_output:
+            _check_same(f"the model {self.name!r}", of_model, fingerprint)
+            _check_same(f"the adapter {adapter!r}", of_adapter, digest)
+        return replace(
+            request,
+            fingerprint=fingerprint or of_model,
+            adapter_digest=digest or of_adapter,
+        )
 
     def resolve(self, submission: Submission, turns: Sequence[Turn] = ()) -> Request:
         """Return a submission's request, with all defaults filled in and all limits checked.
@@ -379,10 +401,12 @@ class ServedModel:
         ``turns`` are earlier turns of its session, whose token ids its prompt reuses.
 
         Raises UnknownModel if the submission is for another model, or RouterStopping instead while
-        models are being switched. Raises EmptyPrompt, PromptTooLong, ContextLengthExceeded, or
-        OutOfRange for an invalid token id or parameter.
+        models are being switched. Raises NoWorker if no connected worker serves its adapter. Raises
+        EmptyPrompt, PromptTooLong, ContextLengthExceeded, or OutOfRange for an invalid token id or
+        parameter.
         """
         self.check_requested(submission.model)
+        self._check_adapter(submission.adapter)
         prompt_ids, turn, hashes = self._prompt(submission, turns)
         max_output = self._max_output(len(prompt_ids))
         is_clamped = submission.clamp_max_tokens or self.clamps_max_tokens
@@ -427,8 +451,14 @@ class ServedModel:
             chunks=self._chunks(submission, hashes),
             chunk_hashes=tuple(hashes),
             turn=turn,
+            adapter=submission.adapter,
+            adapter_digest=self._digests.get(submission.adapter, ""),
             prompt_field=_as_field(prompt_ids),
         )
+
+    def _check_adapter(self, adapter: str) -> None:
+        if adapter and self._capacities and adapter not in self._digests:
+            raise NoWorker(f"no connected worker serves the adapter {adapter!r} yet: try again")
 
     def _chunks(self, submission: Submission, hashes: Sequence[bytes]) -> tuple[int, ...]:
         # A prompt whose log probabilities are requested is computed as a whole, even if some worker
@@ -619,6 +649,14 @@ def _check_tokens_remain(sampling: SamplingParams, stops: Set[int], vocab_size: 
             f"{'allowed_token_ids' if allowed else 'bad_words'} may leave no token to sample: each "
             "allowed token is the last one of a bad word, or a stop token before min_tokens",
             field="allowed_token_ids" if allowed else "bad_words",
+        )
+
+
+def _check_same(what: str, before: str, now: str) -> None:
+    """Raise UnknownModel if two known fingerprints differ."""
+    if before and now and before != now:
+        raise UnknownModel(
+            f"{what} has changed since the request began: its fingerprint was {before} and is {now}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
@@ -47,7 +48,8 @@ class Limits:
     ``max_num_seqs`` and ``max_num_batched_tokens`` limit the sequences and the tokens of one step.
     ``watermark_blocks`` is the number of blocks that must stay free when a sequence is admitted
     while others are in the batch. All sessions together retain at most ``max_retained_blocks`` free
-    blocks, and each session for ``session_retention_s`` seconds.
+    blocks, and each session for ``session_retention_s`` seconds. ``adapters`` has the digests of
+    the LoRA adapters that the engine serves, by name.
     """
 
     num_blocks: int
@@ -62,6 +64,7 @@ class Limits:
     host_load_s: float = 0.0
     session_retention_s: float = 0.0
     max_retained_blocks: int = 0
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def can_launch_ahead(self) -> bool:

@@ -46,7 +46,8 @@ class Sequence:
     and does not change when the sequence is preempted. Sequences with a larger ``priority`` are
     admitted earlier and preempted later. Only sequences with the same ``salt`` can share KV blocks,
     because the salt is part of the hash of every block. When the sequence is finished, the session
-    with the number ``session`` retains its blocks (0: none).
+    with the number ``session`` retains its blocks (0: none). ``adapter`` is the name of the LoRA
+    adapter with which it is computed (empty: none).
     """
 
     key: SequenceKey
@@ -59,6 +60,7 @@ class Sequence:
     salt: bytes
     priority: int = 0
     session: int = 0
+    adapter: str = ""
     #: predicted number of tokens of the whole output; 0: unknown
     predicted_tokens: int = 0
     order: int = 0
@@ -115,6 +117,7 @@ class Sequence:
             salt=start.salt,
             priority=start.priority,
             session=start.session,
+            adapter=start.adapter,
             predicted_tokens=start.predicted_tokens,
             confirms_first_step=start.confirm_first_step,
         )
@@ -139,6 +142,7 @@ class Sequence:
             num_computed=self.most_computed,
             priority=self.priority,
             session=self.session,
+            adapter=self.adapter,
             predicted_tokens=self.predicted_tokens,
         )
 

@@ -22,6 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from everlift import logs, model_files
+from everlift.adapters import parse_adapters
 from everlift.hashes import BLOCK_SIZE
 from everlift.hub import is_commit, is_hub_id
 from everlift.progress import show_progress
@@ -156,7 +157,7 @@ class Rank:
         return self._rendezvous.address
 
     async def fetch(self) -> None:
-        """Download the model's files to this machine, if they are missing.
+        """Download the files of model and adapters to this machine, if they are missing.
 
         ``start`` does this too, but started ranks wait for each other only for a limited time. If
         the ranks run on several machines, ``fetch`` must therefore have returned on all of them
@@ -170,6 +171,8 @@ class Rank:
                 weights=config.reads_weights,
                 progress=progress,
             )
+        for source in parse_adapters(config.adapters):
+            await model_files.fetch_adapter(source)
 
     async def start(self) -> session_pb2.WorkerInfo:
         """Start the rank; return the worker's info when it is ready to serve.
@@ -386,6 +389,7 @@ class Rank:
             ray_cluster=self._ray_cluster,
             host_load_s=limits.host_load_s,
             arithmetic=_arithmetic(config),
+            adapters=limits.adapters,
         )
 
 

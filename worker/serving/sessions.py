@@ -13,7 +13,7 @@ from typing import Protocol
 
 from everlift import logs
 from everlift.engine_policy import DEFAULT, EnginePolicy, policy_named
-from everlift.errors import EverliftError, InvalidRequest
+from everlift.errors import EngineFailed, EverliftError, InvalidRequest
 from everlift.hashes import CHUNK_SIZE, chunk_id
 from everlift.sampling import Grammar
 from everlift.v1 import chaos_pb2, session_pb2
@@ -256,6 +256,10 @@ class Sessions:
             offset += start.omitted_prefix.num_output
             if self.is_draining:
                 return Outcome(key, offset, (), Stop.RETURNED)
+            if cause := self._adapter_problem(start):
+                # Another worker may serve the adapter.
+                log.warning("start refused", request_id=start.request_id, cause=cause)
+                return Outcome(key, offset, (), Stop.FAILED, EngineFailed(cause))
             if attempt is not None and attempt.session is not session:
                 raise InvalidRequest(f"epoch {key.epoch} belongs to another router")
             sequence = self._sequence(start, num_chunks)
@@ -279,6 +283,17 @@ class Sessions:
             self._compiling[key] = sequence
             self._grammars.compile(grammar, partial(self._compiled, sequence))
         return None
+
+    def _adapter_problem(self, start: session_pb2.Start) -> str:
+        """Return why this worker cannot compute a start with its adapter; empty if it can."""
+        adapters = self._limits.adapters
+        if not start.adapter:
+            return ""
+        if start.adapter not in adapters:
+            return f"this worker does not serve the adapter {start.adapter!r}"
+        if start.adapter_digest not in ("", adapters[start.adapter]):
+            return f"the files of the adapter {start.adapter!r} differ at this worker"
+        return ""
 
     def _sequence(self, start: session_pb2.Start, num_chunks: int) -> Sequence | None:
         """Return the sequence of a start that leaves out ``num_chunks``; None if one is missing."""

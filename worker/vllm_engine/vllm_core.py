@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
 
 from vllm.config import KVEventsConfig, VllmConfig
+from vllm.config.lora import MaxLoRARanks
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core import EngineCore
@@ -27,6 +30,7 @@ from worker.engine.blocks import ChunkChanges
 from worker.engine.limits import Limits
 from worker.engine.outcome import SequenceKey, Stop
 from worker.engine.sequence import Sequence as EngineSequence
+from worker.model.adapters import Adapter, read_adapters
 from worker.vllm_engine.core import SampledTokens, ScheduledRow, ScheduledStep
 from worker.vllm_engine.executor import WatchedExecutor
 from worker.vllm_engine.params import sampling_params
@@ -58,7 +62,9 @@ class VllmCore:
 
         ``on_failure`` is called in another thread if a process of the executor ends.
         """
-        self._config = _vllm_config(config)
+        directory = model_files.locate(config.model, config.model_revision, weights=True)
+        adapters = read_adapters(config.adapters, directory)
+        self._config = _vllm_config(config, directory, adapters)
         self._core = EngineCore(
             self._config,
             _executor_class(self._config),
@@ -71,7 +77,16 @@ class VllmCore:
         self._prefix_cache = PrefixCache()
         # The scheduler passes the events of each step to its publisher.
         self._scheduler.kv_event_publisher = _Publisher(self._prefix_cache)
-        self.limits = Limits.of(config, self.device)
+        self._adapters = {
+            adapter.name: LoRARequest(adapter.name, number, str(adapter.directory))
+            for number, adapter in enumerate(adapters, 1)
+        }
+        for request in self._adapters.values():
+            self._core.add_lora(request)
+            self._core.pin_lora(request.lora_int_id)
+        self.limits = replace(
+            Limits.of(config, self.device), adapters={it.name: it.digest for it in adapters}
+        )
 
     @property
     def device(self) -> CoreDevice:
@@ -96,7 +111,7 @@ class VllmCore:
             pooling_params=None,
             # Only the order counts.
             arrival_time=float(sequence.order),
-            lora_request=None,
+            lora_request=self._adapters[sequence.adapter] if sequence.adapter else None,
             cache_salt=sequence.salt.hex() or None,
             data_parallel_rank=None,
             # A small number leaves vLLM's queue first.
@@ -174,18 +189,23 @@ class _Publisher:
     def publish(self, batch: KVEventBatch) -> None:
         for event in batch.events:
             if isinstance(event, BlockStored):
-                keys = event.extra_keys[0] if event.extra_keys else None
-                # Of the keys, only the salt is used, and only by the first block of a prefix.
-                salt = bytes.fromhex(keys[0]) if keys and event.parent_block_hash is None else b""
                 names = [_bytes(name) for name in event.block_hashes]
                 parent = event.parent_block_hash
                 before = None if parent is None else _bytes(parent)
+                salt = _salt(event) if parent is None else b""
                 self._prefix_cache.apply(StoredBlocks(names, before, event.token_ids, salt))
             elif isinstance(event, BlockRemoved):
                 self._prefix_cache.apply(RemovedBlocks([_bytes(it) for it in event.block_hashes]))
 
     def shutdown(self) -> None:
         """Do nothing."""
+
+
+def _salt(event: BlockStored) -> bytes:
+    """Return the salt of the first block of a prefix, which follows the name of an adapter."""
+    keys = (event.extra_keys[0] if event.extra_keys else None) or ()
+    own = keys[1:] if event.lora_name else keys
+    return bytes.fromhex(own[0]) if own else b""
 
 
 def _bytes(name: bytes | int) -> bytes:
@@ -243,8 +263,7 @@ def _kv_cache_bytes(config: WorkerConfig, total_mib: int) -> int:
     return (total_mib << 20) // config.tensor_parallel
 
 
-def _vllm_config(config: WorkerConfig) -> VllmConfig:
-    directory = model_files.locate(config.model, config.model_revision, weights=True)
+def _vllm_config(config: WorkerConfig, directory: Path, adapters: list[Adapter]) -> VllmConfig:
     arguments: dict[str, Any] = {
         "model": str(directory),
         "dtype": config.dtype,
@@ -264,6 +283,13 @@ def _vllm_config(config: WorkerConfig) -> VllmConfig:
         "async_scheduling": False,
         "disable_log_stats": True,
     }
+    if adapters:
+        rank = max(adapter.rank for adapter in adapters)
+        arguments["enable_lora"] = True
+        # On CPUs, vLLM computes rows without an adapter with the last slot if other rows have one.
+        # An additional slot, which stays empty, makes this right.
+        arguments["max_loras"] = len(adapters) + _is_cpu()
+        arguments["max_lora_rank"] = min(it for it in get_args(MaxLoRARanks) if it >= rank)
     if config.max_model_len:
         arguments["max_model_len"] = config.max_model_len
     if config.num_blocks:

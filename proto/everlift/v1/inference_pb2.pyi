@@ -466,7 +466,7 @@ class GenerateRequest(google.protobuf.message.Message):
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     BAD_WORDS_FIELD_NUMBER: builtins.int
     model: builtins.str
-    """empty: the model that the cluster serves"""
+    """Name of the model or of one of its adapters; empty: the model that the cluster serves."""
     text: builtins.str
     max_tokens: builtins.int
     """Limit of each choice; default: the number of tokens that the prompt leaves in the context."""
@@ -1575,10 +1575,16 @@ class Model(google.protobuf.message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: builtins.int
     VOCAB_SIZE_FIELD_NUMBER: builtins.int
     SAMPLING_DEFAULTS_FIELD_NUMBER: builtins.int
+    PARENT_FIELD_NUMBER: builtins.int
+    ROOT_FIELD_NUMBER: builtins.int
     name: builtins.str
     max_model_len: builtins.int
     """Maximum number of tokens of prompt and output together; 0: no worker has announced it yet."""
     vocab_size: builtins.int
+    parent: builtins.str
+    """name of the model that this LoRA adapter adapts; empty: no adapter"""
+    root: builtins.str
+    """Hub id or name of the directory that the model or adapter was loaded from."""
     @property
     def sampling_defaults(self) -> Global___Sampling:
         """The model's defaults of sampling parameters that a request does not set. Parameters that are
@@ -1592,9 +1598,11 @@ class Model(google.protobuf.message.Message):
         max_model_len: builtins.int = ...,
         vocab_size: builtins.int = ...,
         sampling_defaults: Global___Sampling | None = ...,
+        parent: builtins.str = ...,
+        root: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sampling_defaults", b"sampling_defaults"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["max_model_len", b"max_model_len", "name", b"name", "sampling_defaults", b"sampling_defaults", "vocab_size", b"vocab_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_model_len", b"max_model_len", "name", b"name", "parent", b"parent", "root", b"root", "sampling_defaults", b"sampling_defaults", "vocab_size", b"vocab_size"]) -> None: ...
 
 Global___Model: typing_extensions.TypeAlias = Model
 

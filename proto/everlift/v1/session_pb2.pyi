@@ -194,6 +194,8 @@ class Start(google.protobuf.message.Message):
     EXPECTED_CACHED_TOKENS_FIELD_NUMBER: builtins.int
     OMITTED_PREFIX_FIELD_NUMBER: builtins.int
     SESSION_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
+    ADAPTER_DIGEST_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """identifies the sequence in this session, together with choice"""
     choice: builtins.int
@@ -219,6 +221,12 @@ class Start(google.protobuf.message.Message):
     session: builtins.int
     """Number of the tenant's session, as in Waiting; 0: none. The worker retains the KV blocks of a
     session between its turns.
+    """
+    adapter: builtins.str
+    """name of the LoRA adapter; empty: the model itself"""
+    adapter_digest: builtins.str
+    """Digest of the adapter's files, as in WorkerInfo. The worker rejects the Start if its adapter has
+    another one. Empty: any.
     """
     @property
     def prompt_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
@@ -259,9 +267,11 @@ class Start(google.protobuf.message.Message):
         expected_cached_tokens: builtins.int = ...,
         omitted_prefix: Global___OmittedPrefix | None = ...,
         session: builtins.int = ...,
+        adapter: builtins.str = ...,
+        adapter_digest: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["omitted_prefix", b"omitted_prefix", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["choice", b"choice", "confirm_first_step", b"confirm_first_step", "epoch", b"epoch", "expected_cached_tokens", b"expected_cached_tokens", "max_tokens", b"max_tokens", "num_computed", b"num_computed", "omitted_prefix", b"omitted_prefix", "output_ids", b"output_ids", "predicted_tokens", b"predicted_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session", b"session", "stop_token_ids", b"stop_token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "adapter_digest", b"adapter_digest", "choice", b"choice", "confirm_first_step", b"confirm_first_step", "epoch", b"epoch", "expected_cached_tokens", b"expected_cached_tokens", "max_tokens", b"max_tokens", "num_computed", b"num_computed", "omitted_prefix", b"omitted_prefix", "output_ids", b"output_ids", "predicted_tokens", b"predicted_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session", b"session", "stop_token_ids", b"stop_token_ids"]) -> None: ...
 
 Global___Start: typing_extensions.TypeAlias = Start
 
@@ -318,6 +328,22 @@ Global___Abort: typing_extensions.TypeAlias = Abort
 class WorkerInfo(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class AdaptersEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     WORKER_ID_FIELD_NUMBER: builtins.int
     ADDRESS_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
@@ -334,6 +360,7 @@ class WorkerInfo(google.protobuf.message.Message):
     RAY_CLUSTER_FIELD_NUMBER: builtins.int
     HOST_LOAD_S_FIELD_NUMBER: builtins.int
     ARITHMETIC_FIELD_NUMBER: builtins.int
+    ADAPTERS_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """id of this run of the worker; a restarted worker has another id"""
     address: builtins.str
@@ -360,6 +387,10 @@ class WorkerInfo(google.protobuf.message.Message):
     """Name of what rounds the worker's results, if these have the same bits in any batch; workers with
     the same name and fingerprint compute the same bits. Empty: results depend on the batch.
     """
+    @property
+    def adapters(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Digests of the files of the LoRA adapters that the worker serves, by the adapters' names."""
+
     def __init__(
         self,
         *,
@@ -379,8 +410,9 @@ class WorkerInfo(google.protobuf.message.Message):
         ray_cluster: builtins.str = ...,
         host_load_s: builtins.float = ...,
         arithmetic: builtins.str = ...,
+        adapters: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "arithmetic", b"arithmetic", "block_size", b"block_size", "device", b"device", "fingerprint", b"fingerprint", "host_load_s", b"host_load_s", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "pid", b"pid", "ray_cluster", b"ray_cluster", "tensor_parallel", b"tensor_parallel", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "address", b"address", "arithmetic", b"arithmetic", "block_size", b"block_size", "device", b"device", "fingerprint", b"fingerprint", "host_load_s", b"host_load_s", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "pid", b"pid", "ray_cluster", b"ray_cluster", "tensor_parallel", b"tensor_parallel", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
 
 Global___WorkerInfo: typing_extensions.TypeAlias = WorkerInfo
 
@@ -1416,6 +1448,7 @@ class Waiting(google.protobuf.message.Message):
     CHUNKS_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     SESSION_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     arrived: builtins.float
     """Ledger time in seconds. The queue orders by it, and it is kept when the request is queued
@@ -1468,6 +1501,8 @@ class Waiting(google.protobuf.message.Message):
     """Number of the tenant's session: the first 8 bytes, little-endian, of the SHA-256 of
     "TENANT/SESSION_ID"; 0: none.
     """
+    adapter: builtins.str
+    """as in Start; only workers that serve the adapter receive the request"""
     @property
     def chunks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Names of the chunks of the known tokens, as in WorkerFrame, if locality is on."""
@@ -1497,8 +1532,9 @@ class Waiting(google.protobuf.message.Message):
         chunks: collections.abc.Iterable[builtins.int] | None = ...,
         cached_tokens: builtins.int = ...,
         session: builtins.int = ...,
+        adapter: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "cached_tokens", b"cached_tokens", "choices", b"choices", "chunks", b"chunks", "deadline", b"deadline", "estimated_wait_s", b"estimated_wait_s", "least_tokens", b"least_tokens", "max_tokens", b"max_tokens", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_tokens", b"predicted_tokens", "predicted_total", b"predicted_total", "predicted_work_rank", b"predicted_work_rank", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session", b"session", "suspect", b"suspect", "ttft_deadline", b"ttft_deadline"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "adapter", b"adapter", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "cached_tokens", b"cached_tokens", "choices", b"choices", "chunks", b"chunks", "deadline", b"deadline", "estimated_wait_s", b"estimated_wait_s", "least_tokens", b"least_tokens", "max_tokens", b"max_tokens", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_tokens", b"predicted_tokens", "predicted_total", b"predicted_total", "predicted_work_rank", b"predicted_work_rank", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session", b"session", "suspect", b"suspect", "ttft_deadline", b"ttft_deadline"]) -> None: ...
 
 Global___Waiting: typing_extensions.TypeAlias = Waiting
 
@@ -1522,6 +1558,7 @@ class Running(google.protobuf.message.Message):
     PREDICTED_RANK_FIELD_NUMBER: builtins.int
     PREDICTED_WORK_RANK_FIELD_NUMBER: builtins.int
     ESTIMATED_WAIT_S_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     worker_id: builtins.str
     epoch: builtins.int
@@ -1545,6 +1582,8 @@ class Running(google.protobuf.message.Message):
     """as in Waiting"""
     estimated_wait_s: builtins.float
     """as in Waiting"""
+    adapter: builtins.str
+    """as in Waiting"""
     def __init__(
         self,
         *,
@@ -1562,8 +1601,9 @@ class Running(google.protobuf.message.Message):
         predicted_rank: builtins.float = ...,
         predicted_work_rank: builtins.float = ...,
         estimated_wait_s: builtins.float = ...,
+        adapter: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arrived", b"arrived", "choices", b"choices", "due", b"due", "epoch", b"epoch", "estimated_wait_s", b"estimated_wait_s", "known_tokens", b"known_tokens", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_total", b"predicted_total", "predicted_work_rank", b"predicted_work_rank", "preempted", b"preempted", "priority", b"priority", "request_id", b"request_id", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "arrived", b"arrived", "choices", b"choices", "due", b"due", "epoch", b"epoch", "estimated_wait_s", b"estimated_wait_s", "known_tokens", b"known_tokens", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_total", b"predicted_total", "predicted_work_rank", b"predicted_work_rank", "preempted", b"preempted", "priority", b"priority", "request_id", b"request_id", "worker_id", b"worker_id"]) -> None: ...
 
 Global___Running: typing_extensions.TypeAlias = Running
 

@@ -49,6 +49,8 @@ class Model(TypedDict):
     object: str
     created: int
     owned_by: str
+    root: str
+    parent: str | None
     max_model_len: int | None
     sampling_defaults: dict[str, float]
 

@@ -76,7 +76,7 @@ def request_spans(
     spans.append(
         Span(
             # The name follows OpenTelemetry's conventions for generative AI.
-            f"{_OPERATION} {request.model}",
+            f"{_OPERATION} {request.served_model}",
             request.trace,
             began,
             ended,
@@ -214,7 +214,7 @@ def _request_attributes(request: Request) -> dict[str, Value]:
         **{name: label for name, label in labels.items() if label},
         **_x_request_id(request.x_request_id),
         **_OURS,
-        "gen_ai.request.model": request.model,
+        "gen_ai.request.model": request.served_model,
         "gen_ai.request.max_tokens": request.max_tokens,
         "gen_ai.request.choice.count": request.n,
         "gen_ai.request.temperature": sampling.temperature,

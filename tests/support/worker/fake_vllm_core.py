@@ -1,4 +1,7 @@
-"""Core that plans like vLLM and computes the tokens of the fake runner."""
+"""Core that plans like vLLM and computes the tokens of the fake runner.
+
+A sequence with an adapter has the output of a prompt that begins with the adapter's name.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +118,7 @@ class FakeCore:
                 self.cached.add(sequence.block_hash(number))
         if held.num_computed < len(held.tokens):
             return None
-        prompt = held.tokens[: sequence.num_prompt]
+        prompt = [*sequence.adapter.encode(), *held.tokens[: sequence.num_prompt]]
         position = len(held.tokens) - sequence.num_prompt
         choice = sequence.key.choice
         whole = expected_tokens(prompt, position + 1, sampling=sampling, choice=choice)
@@ -130,7 +133,7 @@ class FakeCore:
         scores = ()
         if sampling.prompt_logprobs is not None and not held.is_scored:
             held.is_scored = True
-            scores = (_logprobs(sampling.prompt_logprobs),) * (len(prompt) - 1)
+            scores = (_logprobs(sampling.prompt_logprobs),) * (sequence.num_prompt - 1)
         logprobs = () if sampling.logprobs is None else (_logprobs(sampling.logprobs),)
         return SampledTokens(sequence.key, (token,), stop, None, logprobs, scores)
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
-from everlift.errors import LedgerUnavailable
+from everlift.errors import InvalidRequest, LedgerUnavailable
 from everlift.v1 import session_pb2
 from router.config import RouterConfig
 from router.event_loop import first_answer, now
-from router.heartbeat import Heartbeat
+from router.heartbeat import Heartbeat, _check_same
 from router.leader.policy_store import RuntimePolicy
 from router.ledger.base import Membership
 from router.ledger.memory.memory import MemoryLedger
@@ -181,3 +182,20 @@ async def test_heartbeat_looks_often_for_a_silent_leader(
         replica.line.is_quiet = is_quiet
         await replica.fleet._wait_interval()
     assert rests == pytest.approx([CONFIG.heartbeat, CONFIG.heartbeat / 3])
+
+
+@pytest.mark.parametrize(
+    ("adapters", "cause"),
+    [
+        ({"b": "one"}, ""),
+        ({"a": "one", "b": "other"}, ""),
+        ({"a": "two"}, "other files of the adapter 'a' .digest two. than the cluster's .* .one."),
+    ],
+)
+def test_worker_with_other_files_of_an_adapter_is_refused(
+    adapters: dict[str, str], cause: str
+) -> None:
+    connected = session_pb2.WorkerInfo(worker_id="w", adapters={"a": "one"})
+    info = session_pb2.WorkerInfo(worker_id="new", adapters=adapters)
+    with pytest.raises(InvalidRequest, match=cause) if cause else nullcontext():
+        _check_same(connected, info)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import DEMO_MODEL
-from everlift.errors import ContextLengthExceeded, PromptTooLong, UnknownModel
+from everlift.errors import ContextLengthExceeded, NoWorker, PromptTooLong, UnknownModel
 from everlift.hashes import BLOCK_SIZE
 from everlift.messages import Request, Submission
 from everlift.v1 import inference_pb2 as pb
@@ -244,3 +244,73 @@ def test_request_is_checked_against_the_worker_that_takes_it() -> None:
     lowered = replace(request, clamp_max_tokens=True)
     assert served.fits(lowered)
     served.check_worker(lowered, "small")
+
+
+def with_adapters(**adapters: str) -> session_pb2.WorkerInfo:
+    info = worker(max_model_len=100)
+    info.worker_id = "w"
+    info.adapters.update(adapters)
+    return info
+
+
+def adapted() -> ServedModel:
+    served = ServedModel.load("fake")
+    served.adapters = {"sql": "org/sql", "chat": "chat-v1"}
+    return served
+
+
+def resolved(served: ServedModel, name: str) -> Request:
+    message = pb.GenerateRequest(text="abcd", max_tokens=4, model=name)
+    return served.resolve(Submission.from_proto(message, "r", 0, adapters=served.adapters))
+
+
+def test_names_of_adapters_follow_those_of_the_model() -> None:
+    served = adapted()
+    served.aliases = ("big",)
+    assert served.names == ["fake", "big", "sql", "chat"]
+    parents = [served.parent_of(name) for name in served.names]
+    assert parents == [None, None, "fake", "fake"]
+    roots = [served.root_of(name) for name in served.names]
+    assert roots == ["fake", "fake", "org/sql", "chat-v1"]
+    with pytest.raises(UnknownModel, match=r"'other' is not served; .* 'fake' or 'big' or 'sql'"):
+        served.check_requested("other")
+
+
+def test_request_has_the_adapter_that_its_model_names() -> None:
+    served = adapted()
+    assert resolved(served, "fake").adapter == ""
+    request = resolved(served, "sql")
+    assert (request.model, request.adapter, request.adapter_digest) == ("fake", "sql", "")
+    served.update_limits([with_adapters(sql="d")])
+    assert resolved(served, "sql").adapter_digest == "d"
+    assert resolved(served, "sql").chunk_hashes == ()
+    with pytest.raises(NoWorker, match="no connected worker serves the adapter 'chat' yet"):
+        resolved(served, "chat")
+    served.update_limits([])
+    assert resolved(served, "chat").adapter == "chat"
+
+
+def test_started_request_keeps_the_version_of_its_adapter() -> None:
+    served = adapted()
+    early = resolved(served, "sql")
+    served.update_limits([with_adapters(sql="one")])
+    request = served.with_fingerprint(early, has_output=False)
+    assert request.adapter_digest == "one"
+    assert served.with_fingerprint(request, has_output=True) == request
+    served.update_limits([with_adapters(sql="two")])
+    assert served.with_fingerprint(request, has_output=False).adapter_digest == "two"
+    with pytest.raises(UnknownModel, match=r"adapter 'sql' has changed .* was one and is two"):
+        served.with_fingerprint(request, has_output=True)
+    # Requests for the model itself and for other adapters continue.
+    base = replace(resolved(served, "fake"), fingerprint="f")
+    assert served.with_fingerprint(base, has_output=True) == base
+
+
+def test_request_for_a_removed_adapter_fails() -> None:
+    served = adapted()
+    request = resolved(served, "sql")
+    served.adapters = {}
+    with pytest.raises(UnknownModel, match="adapter 'sql' is no longer served"):
+        served.with_fingerprint(request, has_output=False)
+    # The output of one that has ended can still be read.
+    served.check_name(request)
