@@ -59,12 +59,13 @@ async def _models(address: str | None, as_json: bool) -> None:
         shown = [MessageToDict(model, preserving_proto_field_name=True) for model in served]
         typer.echo(json.dumps(shown))
         return
-    columns = ("model", "adapter of", "longest request, tokens", "vocabulary", "sampling defaults")
+    columns = ("model", "longest request, tokens", "vocabulary", "sampling defaults")
     table = Table(*columns, box=SIMPLE_HEAD)
     for model in served:
         defaults = [f"{it.name} {value:g}" for it, value in model.sampling_defaults.ListFields()]
         longest = str(model.max_model_len or "not known yet")
-        table.add_row(model.name, model.parent, longest, str(model.vocab_size), ", ".join(defaults))
+        name = f"{model.name} (adapter of {model.parent})" if model.parent else model.name
+        table.add_row(name, longest, str(model.vocab_size), ", ".join(defaults))
     Console(highlight=False, markup=False).print(table)
 
 

@@ -1,4 +1,4 @@
-"""LoRA adapters of a model, as settings name them. Pure."""
+"""LoRA adapters of a model, as settings name them."""
 
 from __future__ import annotations
 

@@ -20,9 +20,10 @@ from worker.model.checkpoint import BadCheckpoint, StoredTensor, read_tensors
 
 #: Largest rank that vLLM supports.
 MAX_RANK = 512
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
+#: Name of a tensor in a layer of the language model, and not in one of a vision tower, for example.
+_LAYER = re.compile(r"base_model\.model\.(?:(?:model|language_model)\.)*layers\.(\d+)\.")
 #: Names of linear layers whose input is the hidden state, in all model families.
-_HIDDEN_INPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_HIDDEN_INPUTS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
 #: Parts of peft that vLLM does not compute, by their key in the configuration.
 _UNSUPPORTED = ("use_dora", "modules_to_save", "lora_bias", "layer_replication", "use_qalora")
 
@@ -103,17 +104,16 @@ def _check_base(tensors: list[StoredTensor], model: dict[str, Any]) -> None:
     fit its quantised variants.
     """
     num_layers, hidden_size = model.get("num_hidden_layers"), model.get("hidden_size")
-    layers = [int(found[1]) for it in tensors if (found := _LAYER.search(it.name))]
+    layers = [int(found[1]) for it in tensors if (found := _LAYER.match(it.name))]
     if isinstance(num_layers, int) and max(layers, default=0) >= num_layers:
         raise BadAdapter(
             f"made for another model: it adapts layer {max(layers)}, and the model has "
             f"{num_layers} layers"
         )
-    for tensor in tensors:
-        if not (_is_first_factor(tensor) and isinstance(hidden_size, int)):
-            continue
+    for tensor in filter(_is_first_factor, tensors):
         name = tensor.name.removesuffix(".lora_A.weight")
-        if name.endswith(_HIDDEN_INPUTS) and tensor.shape[1] != hidden_size:
+        has_hidden_input = name.rpartition(".")[2] in _HIDDEN_INPUTS and _LAYER.match(name)
+        if has_hidden_input and hidden_size not in (None, tensor.shape[1]):
             raise BadAdapter(
                 f"made for another model: {name} has {tensor.shape[1]} inputs, and the "
                 f"model's hidden size is {hidden_size}"

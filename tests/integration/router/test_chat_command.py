@@ -80,6 +80,14 @@ async def test_cli_chat_reports_missing_chat_template() -> None:
     assert "has no chat template: use `everlift generate`" in err.decode()
 
 
+async def test_cli_chat_names_its_model(tmp_path: Path) -> None:
+    async with scripted_cluster(tmp_path / "m", TEMPLATE) as parts:
+        process = await chat(parts, "--model", "sql")
+        out, err = await process.communicate(f"{SAY}four\n".encode())
+    assert (process.returncode, out) == (1, b"")
+    assert "the model 'sql' is not served" in err.decode()
+
+
 async def test_cli_chat_ctrl_c_cancels_answer_only(tmp_path: Path) -> None:
     async with scripted_cluster(tmp_path / "m", TEMPLATE) as parts:
         terminal, end = pty.openpty()

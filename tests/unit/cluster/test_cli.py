@@ -94,10 +94,10 @@ async def test_generate_options_reach_the_router() -> None:
     async with FakeRouter() as router:
         options = "--max-tokens 2 --temperature 0.5 --top-p 0.25 --top-k 3 --min-p 0.125 --seed 9"
         more = "--stop x --stop y --timeout 60 --request-id r --priority -3 --ttft-target 1.5"
-        command = ["generate", "one two three", *options.split(), *more.split()]
+        command = ["generate", "one two three", "--model=sql", *options.split(), *more.split()]
         result = await run(*command, EVERLIFT_ADDRESS=router.address)
         got = router.requests["r"].submission
-    assert result.stdout == "one two\n"
+    assert (result.stdout, got.model) == ("one two\n", "sql")
     assert (got.max_tokens, got.stop) == (2, ("x", "y"))
     assert got.timeout_s == pytest.approx(60, abs=5)
     assert (got.priority, got.ttft_target_s) == (-3, 1.5)
@@ -201,9 +201,8 @@ async def test_generate_prints_logprobs_one_line_per_token() -> None:
 
 
 async def test_generate_reports_invalid_options_in_one_line(tmp_path: Path) -> None:
-    said = await failure("generate", "x", "--model", "fake")
-    assert said.startswith("--model needs --local: model and settings of a cluster")
-    assert "--set needs --local" in await failure("generate", "x", "--set", "worker.heartbeat=1")
+    said = await failure("generate", "x", "--set", "worker.heartbeat=1")
+    assert said.startswith("--set needs --local: model and settings of a cluster")
     assert "no such directory" in await failure("generate", "x", "--local", "--model", "/none")
     shutil.copytree(DEMO_MODEL, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\x08")
@@ -309,6 +308,13 @@ async def test_cli_shows_models_and_tokens() -> None:
         answer = await run("detokenize", "97", "--json", *place)
         assert json.loads(answer.stdout) == {"text": "a"}
         assert "not in the model's vocabulary" in await failure("detokenize", "1114112", *place)
+
+
+async def test_models_shows_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everlift.testing.router._MODEL", pb.Model(name="sql", parent="m"))
+    async with FakeRouter() as router:
+        place = ("--address", router.address)
+        assert "sql (adapter of m)" in (await run("models", *place)).stdout
 
 
 async def test_models_shows_sampling_defaults(monkeypatch: pytest.MonkeyPatch) -> None:

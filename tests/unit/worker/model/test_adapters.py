@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from cluster.config import DEMO_MODEL, Config
 from cluster.errors import ClusterFailed
@@ -72,6 +74,15 @@ def test_adapter_of_another_model_is_refused(
     write_adapter(tmp_path / "a", DEMO_MODEL, seed=1)
     with pytest.raises(BadAdapter, match=cause):
         read_adapters([f"a={tmp_path / 'a'}"], tmp_path)
+
+
+def test_layers_of_a_vision_tower_are_not_compared(tmp_path: Path) -> None:
+    write_adapter(tmp_path, DEMO_MODEL, seed=1)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    name = "base_model.model.vision_tower.layers.40.self_attn.q_proj.lora_A.weight"
+    save_file({**tensors, name: torch.ones(4, 72)}, tmp_path / "adapter_model.safetensors")
+    [adapter] = read_adapters([f"a={tmp_path}"], DEMO_MODEL)
+    assert adapter.rank == 4
 
 
 async def test_bad_adapter_is_reported_before_the_start(tmp_path: Path) -> None:
