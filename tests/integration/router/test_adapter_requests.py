@@ -175,6 +175,8 @@ async def test_started_request_fails_under_another_version(with_vllm: dict[str, 
             ]
             await until(lambda: parts.routers[0]._requests.counters.output_tokens > 40)
             await parts.kill_worker(parts.workers[0])
+            sessions = parts.routers[0]._sessions
+            await until(lambda: not any(link.is_up for link in sessions.links))
             with_vllm["sql"] = "another digest"
             await parts.add_worker()
             with pytest.raises(UnknownModel, match="the adapter 'sql' has changed since"):
