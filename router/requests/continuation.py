@@ -32,7 +32,7 @@ def arithmetic_with(arithmetic: int, worker: str | None, *, has_output: bool) ->
 def continuation(tally: Tally) -> pb.Continuation.ValueType:
     """Return the effect of a request's migrations and preemptions on its output."""
     if not tally.migrations and not tally.preemptions:
-        return pb.CONTINUATION_NONE
+        return pb.CONTINUATION_UNSPECIFIED
     if tally.arithmetic in (_NONE, _VARIES):
         return pb.CONTINUATION_SAME_DISTRIBUTION
     return pb.CONTINUATION_EXACT

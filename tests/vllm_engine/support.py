@@ -15,9 +15,10 @@ LENGTH = 200
 Result = tuple[tuple[int, ...], object]
 
 
-async def generate(client: AsyncClient, number: int) -> Result:
+async def generate(client: AsyncClient, number: int, models: tuple[str, ...] = ("",)) -> Result:
     """Return the tokens and finish reason of a request; half of them are greedy."""
     options: dict[str, Any] = {"temperature": 0.0} if number % 2 else {"seed": number}
+    options["model"] = models[number // 2 % len(models)]
     stream = client.generate(
         f"count from {number} to 400:", max_tokens=LENGTH, frequency_penalty=0.1, **options
     )

@@ -26,23 +26,19 @@ from router.config import RouterConfig
 from tests.chaos.support import ROUTER, Cluster, resident, running
 from tests.support.router.http_client import ask, get
 from tests.support.worker.grammar_support import DEMO_MODEL
-<<<<<<< HEAD
-from tests.vllm_engine.support import PYTHON, Result, generate, is_running, vllm_processes
-=======
 from tests.support.worker.lora_files import write_adapter
->>>>>>> f8457b53 (tests: kill workers that serve LoRA adapters with vLLM)
+from tests.vllm_engine.support import PYTHON, Result, generate, is_running, vllm_processes
 from worker.config import WorkerConfig
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="run by make test-vllm")
 
 _REQUESTS, _KILLS, _ADAPTER_KILLS = 64, 10, 3
-_LENGTH = 200
 #: Memory and start time of a cluster with one worker of each engine, on the demo model.
 REPORT = Path("build/bench/vllm_worker.json")
 
 
-def config(tmp_path: Path, adapters: tuple[str, ...] = ()) -> Config:
-    fields: dict[str, Any] = {"max_num_seqs": 16, "num_blocks": 1024, "num_threads": 1}
+def config(tmp_path: Path, adapters: tuple[str, ...] = (), **worker: Any) -> Config:
+    fields = {"max_num_seqs": 16, "num_blocks": 1024, "num_threads": 1, **worker}
     return Config(
         model=str(DEMO_MODEL),
         adapters=adapters,
@@ -55,27 +51,12 @@ def config(tmp_path: Path, adapters: tuple[str, ...] = ()) -> Config:
     )
 
 
-<<<<<<< HEAD
-async def results(cluster: Cluster, count: int = _REQUESTS) -> list[Result]:
+async def results(
+    cluster: Cluster, count: int = _REQUESTS, models: tuple[str, ...] = ("",)
+) -> list[Result]:
     async with AsyncClient(*cluster.addresses) as client:
-        return await asyncio.gather(*(generate(client, number) for number in range(count)))
-=======
-async def generate(client: AsyncClient, number: int, models: tuple[str, ...] = ("",)) -> Result:
-    """Return the tokens and finish reason of a request; half of them are greedy."""
-    options: dict[str, Any] = {"temperature": 0.0} if number % 2 else {"seed": number}
-    options["model"] = models[number // 2 % len(models)]
-    stream = client.generate(
-        f"count from {number} to 400:", max_tokens=_LENGTH, frequency_penalty=0.1, **options
-    )
-    [choice] = (await gather(stream)).choices
-    return choice.token_ids, choice.finish_reason
-
-
-async def results(cluster: Cluster, models: tuple[str, ...] = ("",)) -> list[Result]:
-    async with AsyncClient(*cluster.addresses) as client:
-        numbers = range(_REQUESTS)
-        return await asyncio.gather(*(generate(client, number, models) for number in numbers))
->>>>>>> f8457b53 (tests: kill workers that serve LoRA adapters with vLLM)
+        each = (generate(client, number, models) for number in range(count))
+        return await asyncio.gather(*each)
 
 
 async def test_killed_workers_lose_and_change_no_token(tmp_path: Path) -> None:
@@ -95,12 +76,12 @@ async def test_killed_workers_keep_adapters_apart(tmp_path: Path) -> None:
         write_adapter(tmp_path / name, DEMO_MODEL, seed=seed, rank=4 + seed)
     models, adapters = ("", "a", "b"), tuple(f"{name}={tmp_path / name}" for name in ("a", "b"))
     async with running(config(tmp_path, adapters)) as cluster:
-        undisturbed = await results(cluster, models)
+        undisturbed = await results(cluster, models=models)
         async with AsyncClient(*cluster.addresses) as client:
             alike = [await generate(client, 1, (model,)) for model in models]
         assert len({*alike}) == len(models)
         for kill in range(_ADAPTER_KILLS):
-            disturbed = asyncio.create_task(results(cluster, models))
+            disturbed = asyncio.create_task(results(cluster, models=models))
             await asyncio.sleep(0.5)
             assert not disturbed.done()
             await cluster.kill_worker(kill % 2)

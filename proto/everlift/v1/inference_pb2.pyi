@@ -76,7 +76,7 @@ class _Continuation:
 
 class _ContinuationEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Continuation.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    CONTINUATION_NONE: _Continuation.ValueType  # 0
+    CONTINUATION_UNSPECIFIED: _Continuation.ValueType  # 0
     """nothing interrupted the request"""
     CONTINUATION_EXACT: _Continuation.ValueType  # 1
     """The output is the one of an uninterrupted run: what computed it gives the same bits in any batch."""
@@ -90,7 +90,7 @@ class Continuation(_Continuation, metaclass=_ContinuationEnumTypeWrapper):
     its KV blocks. No token is lost or repeated in any case.
     """
 
-CONTINUATION_NONE: Continuation.ValueType  # 0
+CONTINUATION_UNSPECIFIED: Continuation.ValueType  # 0
 """nothing interrupted the request"""
 CONTINUATION_EXACT: Continuation.ValueType  # 1
 """The output is the one of an uninterrupted run: what computed it gives the same bits in any batch."""

@@ -47,4 +47,4 @@ def test_continuation_of_preempted_request_depends_on_its_worker() -> None:
 
 
 def test_continuation_is_none_without_interruption() -> None:
-    assert continuation(Tally(arithmetic=after(("a", False)))) == pb.CONTINUATION_NONE
+    assert continuation(Tally(arithmetic=after(("a", False)))) == pb.CONTINUATION_UNSPECIFIED
