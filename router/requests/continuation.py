@@ -1,4 +1,4 @@
-"""Whether the output of an interrupted request is the one of an uninterrupted run. Pure.
+"""Effect of interruptions on the output of a request. Pure.
 
 The results of a worker have the same bits in any batch if its ``arithmetic`` has a name. If all
 attempts of a request had the same one, an attempt continues as the earlier one would have.
