@@ -11,7 +11,7 @@ import importlib
 import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -42,8 +42,24 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "vllm.v1.engine.core:EngineCore.step": "(self)",
         "vllm.v1.engine.core:EngineCore.post_step": "(self, model_executed)",
         "vllm.v1.engine.core:EngineCore.shutdown": "(self)",
+        "vllm.v1.engine.core:EngineCore.add_lora": "(self, lora_request)",
+        "vllm.v1.engine.core:EngineCore.pin_lora": "(self, lora_id)",
         "vllm.v1.executor.abstract:Executor.get_class": "(vllm_config)",
         "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks": "(self)",
+    },
+    "executor": {
+        "vllm.v1.executor.multiproc_executor:MultiprocExecutor.start_worker_monitor": (
+            "(self, inline=False)"
+        ),
+        "vllm.v1.executor.multiproc_executor:MultiprocExecutor.shutdown": "(self)",
+        "vllm.v1.executor.multiproc_executor:MultiprocExecutor.register_failure_callback": (
+            "(self, callback)"
+        ),
+    },
+    "gpu_worker": {
+        "vllm.v1.worker.gpu_worker:Worker.__init__": (
+            "(self, vllm_config, local_rank, rank, distributed_init_method, is_driver_worker=False)"
+        ),
     },
     "params": {
         "vllm.v1.structured_output.backend_guidance:validate_guidance_grammar": (
@@ -105,6 +121,10 @@ FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
             "enforce_eager",
             "kv_cache_memory_bytes",
             "gpu_memory_utilization",
+            "enable_lora",
+            "max_loras",
+            "max_lora_rank",
+            "distributed_executor_backend",
         ),
         "vllm.v1.core.sched.output:SchedulerOutput": (
             "scheduled_new_reqs",
@@ -139,6 +159,7 @@ FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
             "stop_reason",
         ),
         "vllm.v1.engine:EngineCoreOutputs": ("outputs",),
+        "vllm.lora.request:LoRARequest": ("lora_name", "lora_int_id", "lora_path"),
     },
     "params": {
         "vllm.sampling_params:SamplingParams": (
@@ -197,6 +218,8 @@ REPLACED = {
     "vllm.v1.worker.gpu_model_runner:CachedRequestState": "GPUModelRunner",
     "vllm.v1.worker.cpu_worker:CPUModelRunner": "CPUWorker",
 }
+
+_LORA_RANKS = "vllm.config.lora:MaxLoRARanks"
 
 #: Attributes of a started core, by module that uses them.
 ATTRIBUTES = {
@@ -271,6 +294,11 @@ def test_enumeration_has_the_members_in_use(name: str) -> None:
     assert not missing, f"{name} has no {missing}"
 
 
+def test_lora_ranks_are_listed_in_ascending_order() -> None:
+    ranks = get_args(found(_LORA_RANKS))
+    assert list(ranks) == sorted(ranks)
+
+
 def test_finish_reasons_are_all_known() -> None:
     name = "vllm.v1.engine:FinishReason"
     assert set(found(name).__members__) == set(MEMBERS[name]), "map the new ones in vllm_core.py"
@@ -313,7 +341,7 @@ def test_started_core_has_the_attribute(core: Any, user: str, path: str) -> None
 def stated() -> set[str]:
     """Return the name of each module member that this file states."""
     names = [name for table in (SIGNATURES, FIELDS) for _, name, _ in flat(table)]
-    names += [*ROWS, *MEMBERS, *REPLACED, "vllm.exceptions:VLLMValidationError"]
+    names += [*ROWS, *MEMBERS, *REPLACED, "vllm.exceptions:VLLMValidationError", _LORA_RANKS]
     return set(names)
 
 
