@@ -12,18 +12,23 @@ from everlift.client.client import AsyncClient
 #: Interpreter of vLLM's environment; empty outside of make test-vllm.
 PYTHON = os.environ.get("EVERLIFT_VLLM_PYTHON", "")
 LENGTH = 200
-Result = tuple[tuple[int, ...], object]
+#: Tokens and finish reason of each choice.
+Result = list[tuple[tuple[int, ...], object]]
 
 
 async def generate(client: AsyncClient, number: int, models: tuple[str, ...] = ("",)) -> Result:
-    """Return the tokens and finish reason of a request; half of them are greedy."""
+    """Return the result of a request; half of them are greedy, and some have stops or choices."""
     options: dict[str, Any] = {"temperature": 0.0} if number % 2 else {"seed": number}
+    if number % 8 == 2:
+        options["n"] = 2
+    if number % 8 in (2, 3):
+        options["stop"] = [f"{number + 20}:", "00"]
     options["model"] = models[number // 2 % len(models)]
     stream = client.generate(
         f"count from {number} to 400:", max_tokens=LENGTH, frequency_penalty=0.1, **options
     )
-    [choice] = (await gather(stream)).choices
-    return choice.token_ids, choice.finish_reason
+    choices = (await gather(stream)).choices
+    return [(choice.token_ids, choice.finish_reason) for choice in choices]
 
 
 def vllm_processes(pid: int) -> list[int]:
