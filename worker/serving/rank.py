@@ -460,4 +460,5 @@ def _device(config: WorkerConfig) -> str:
         return "fake"
     from worker.device.device import choose_device, name_of
 
-    return name_of(choose_device(config.device))
+    name = name_of(choose_device(config.device))
+    return name if config.engine == "everlift" else f"{name}, {config.engine}"

@@ -378,7 +378,7 @@ class WorkerInfo(google.protobuf.message.Message):
     """process id of rank 0"""
     max_num_batched_tokens: builtins.int
     device: builtins.str
-    """device of a rank, by its manufacturer's name"""
+    """Device of a rank, by its manufacturer's name, and the engine if it is not Everlift's own."""
     ray_cluster: builtins.str
     """session name of the worker's Ray cluster; empty without Ray"""
     host_load_s: builtins.float
