@@ -13,7 +13,7 @@ from everlift.client.client import AsyncClient
 PYTHON = os.environ.get("EVERLIFT_VLLM_PYTHON", "")
 LENGTH = 200
 #: Tokens and finish reason of each choice.
-Result = list[tuple[tuple[int, ...], object]]
+Result = tuple[tuple[tuple[int, ...], object], ...]
 
 
 async def generate(client: AsyncClient, number: int, models: tuple[str, ...] = ("",)) -> Result:
@@ -28,7 +28,7 @@ async def generate(client: AsyncClient, number: int, models: tuple[str, ...] = (
         f"count from {number} to 400:", max_tokens=LENGTH, frequency_penalty=0.1, **options
     )
     choices = (await gather(stream)).choices
-    return [(choice.token_ids, choice.finish_reason) for choice in choices]
+    return tuple((choice.token_ids, choice.finish_reason) for choice in choices)
 
 
 def vllm_processes(pid: int) -> list[int]:

@@ -67,6 +67,7 @@ async def test_list_models_returns_served_model(model: ServedModel) -> None:
         max_model_len=0,
         vocab_size=model.vocab_size,
         sampling_defaults=pb.Sampling(),
+        root=model.name,
     )
 
 
