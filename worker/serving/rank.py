@@ -446,7 +446,8 @@ def _arithmetic(config: WorkerConfig) -> str:
     """Return the name of what rounds the results, empty if these depend on the batch."""
     if config.is_fake:
         return "fake"
-    if config.engine != "everlift":
+    # Over a network, the order in which more than two ranks are summed depends on the batch.
+    if config.engine != "everlift" or config.tensor_parallel > 2:
         return ""
     from worker.device.device import arithmetic, choose_device, choose_dtype
 
