@@ -70,7 +70,8 @@ def _config(path: Path) -> dict[str, Any]:
         config = None
     if not isinstance(config, dict):
         raise BadAdapter(f"{path} is not a JSON object")
-    return {**config.get("text_config", {}), **config}
+    nested = config.get("text_config")
+    return {**nested, **config} if isinstance(nested, dict) else config
 
 
 def _rank(config: dict[str, Any], tensors: list[StoredTensor]) -> int:

@@ -59,6 +59,12 @@ def test_unsupported_adapter_is_refused(
         read_adapters([f"a={tmp_path}"], DEMO_MODEL)
 
 
+def test_adapter_with_empty_text_config_is_read(tmp_path: Path) -> None:
+    write_adapter(tmp_path, DEMO_MODEL, seed=1, text_config=None)
+    [adapter] = read_adapters([f"a={tmp_path}"], DEMO_MODEL)
+    assert adapter.rank == 4
+
+
 @pytest.mark.parametrize(
     ("facts", "cause"),
     [
