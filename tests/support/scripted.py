@@ -22,6 +22,14 @@ from worker.config import WorkerConfig
 from worker.engine.plan import Plan, Row, RowResult, Runner
 
 SAY = "say:"
+#: Message that makes the scripted model answer "four", and bodies of requests to each HTTP API.
+TURN = {"role": "user", "content": f"{SAY}four"}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [TURN]},
+    "/v1/messages": {"messages": [TURN], "max_tokens": 9},
+    "/v1/responses": {"input": f"{SAY}four"},
+}
 THEN = "then:"
 #: Ends of turns, in the templates of tests.support.router.chat_support.
 _ENDS = ("<|im_end|>", "<|eot_id|>")

@@ -19,8 +19,9 @@ from router.api.kserve.v2 import open_inference_pb2_grpc as kserve_grpc
 from tests.support.in_process import ROUTER, Cluster, Received, cluster, receive, until
 from tests.support.router.chat_support import HERMES
 from tests.support.router.http_client import ask, get
-from tests.support.scripted import SAY, scripted_cluster
+from tests.support.scripted import BODIES, SAY, scripted_cluster
 from tests.support.worker.fake_vllm_core import FakeCore
+from worker.config import WorkerConfig
 from worker.engine.engine import Engine
 from worker.engine.limits import Limits
 from worker.engine.plan import Runner
@@ -33,20 +34,16 @@ from worker.vllm_engine.engine import VllmEngine
 ADAPTED = replace(ROUTER, adapters=("sql=org/sql@v1", "poems=/adapters/poems-2"))
 DIGESTS = {"sql": "digest of sql", "poems": "digest of poems"}
 PROMPT = [5, 6, 7, 8]
-TURN = {"role": "user", "content": f"{SAY}four"}
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "a", "max_tokens": 1},
-    "/v1/chat/completions": {"messages": [TURN]},
-    "/v1/messages": {"messages": [TURN], "max_tokens": 9},
-    "/v1/responses": {"input": f"{SAY}four"},
-}
 
 
 @pytest.fixture
 def adapters(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Digests of the adapters that workers serve which are started from here on."""
     served, of = dict(DIGESTS), Limits.of
-    limited = lambda config, runner: replace(of(config, runner), adapters=dict(served))  # noqa: E731
+
+    def limited(config: WorkerConfig, runner: Runner) -> Limits:
+        return replace(of(config, runner), adapters=dict(served))
+
     monkeypatch.setattr(Limits, "of", limited)
     return served
 

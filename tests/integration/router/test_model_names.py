@@ -19,15 +19,7 @@ from router.config import RouterConfig
 from tests.support.in_process import ROUTER, Cluster
 from tests.support.router.chat_support import HERMES
 from tests.support.router.http_client import ask, get
-from tests.support.scripted import SAY, scripted_cluster
-
-TURN = {"role": "user", "content": f"{SAY}four"}
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "a", "max_tokens": 1},
-    "/v1/chat/completions": {"messages": [TURN]},
-    "/v1/messages": {"messages": [TURN], "max_tokens": 9},
-    "/v1/responses": {"input": f"{SAY}four"},
-}
+from tests.support.scripted import BODIES, SAY, scripted_cluster
 
 
 @pytest.fixture
