@@ -102,8 +102,13 @@ $(PEERS)/vllm/.everlift: $(PEERS)/vllm/.installed pyproject.toml constraints.txt
 	$(PEERS)/vllm/bin/pip install -q pytest==9.2.0
 	@touch $@
 
-test-vllm: $(VENV)/.installed $(PEERS)/vllm/.everlift ## run the tests of vLLM as the engine of workers, in an environment with its CPU build
-	$(PEERS)/vllm/bin/python -m pytest -q -c /dev/null --rootdir=. --noconftest -p no:cacheprovider \
+SMOLLM2 = build/bench/models/smollm2-instruct/model.safetensors
+
+$(SMOLLM2): $(VENV)/.installed
+	PYTHONPATH=. $(BIN)/python -c "from benchmarks.int8_accuracy import ensure_model; ensure_model()"
+
+test-vllm: $(VENV)/.installed $(PEERS)/vllm/.everlift $(SMOLLM2) ## run the tests of vLLM as the engine of workers, in an environment with its CPU build
+	OMP_WAIT_POLICY=PASSIVE $(PEERS)/vllm/bin/python -m pytest -q -c /dev/null --rootdir=. --noconftest -p no:cacheprovider \
 	  tests/vllm_engine/test_vllm_interfaces.py tests/vllm_engine/test_vllm_core.py tests/vllm_engine/test_vllm_models.py \
 	  tests/vllm_engine/test_vllm_lora.py
 	EVERLIFT_VLLM_PYTHON=$(PEERS)/vllm/bin/python $(BIN)/pytest -q -s tests/vllm_engine/test_vllm_cluster.py tests/vllm_engine/test_vllm_ray.py

@@ -19,7 +19,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from everlift.end_tokens import end_token_ids
-from everlift.hashes import CHUNK_SIZE, chunk_hashes
+from everlift.hashes import BLOCK_SIZE, CHUNK_SIZE, chunk_hashes
+from everlift.model_files import ModelUnavailable
 from everlift.sampling import Grammar, GrammarKind, SamplingParams
 from tests.support.worker.engine_contract import GREEDY, EngineContract, prompt, run, sequence
 from worker.config import WorkerConfig
@@ -88,7 +89,7 @@ def large() -> Iterator[VllmEngine]:
 
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[VllmEngine]:
-    engine = build_engine(replace(CONFIG, num_blocks=10, max_model_len=200), without_watch)
+    engine = build_engine(replace(CONFIG, num_blocks=10), without_watch)
     yield engine
     engine.close()
 
@@ -156,17 +157,26 @@ def test_continuation_is_exact_with_tensor_parallel(split: VllmEngine, name: str
 
 def test_kv_cache_memory_is_divided_over_devices() -> None:
     one, two = (
-        _vllm_config(replace(CONFIG, num_blocks=None, tensor_parallel=size)).cache_config
+        _vllm_config(replace(CONFIG, num_blocks=None, tensor_parallel=size), MODEL, []).cache_config
         for size in (1, 2)
     )
     total = CONFIG.cpu_kv_cache_mib << 20
     assert (one.kv_cache_memory_bytes, two.kv_cache_memory_bytes) == (total, total // 2)
 
 
+def test_gguf_file_is_refused_by_name() -> None:
+    with pytest.raises(ModelUnavailable, match="smollm2 is a GGUF file, which vLLM does not read"):
+        build_engine(replace(CONFIG, model="smollm2"), without_watch)
+
+
+def test_context_is_at_most_what_the_kv_cache_holds(tiny: VllmEngine) -> None:
+    assert tiny.limits.max_model_len == 10 * BLOCK_SIZE
+
+
 def test_executor_without_ray_starts_no_ray() -> None:
     import ray
 
-    config = _vllm_config(replace(CONFIG, tensor_parallel=2))
+    config = _vllm_config(replace(CONFIG, tensor_parallel=2), MODEL, [])
     assert config.parallel_config.distributed_executor_backend == "mp"
     assert not ray.is_initialized()
 

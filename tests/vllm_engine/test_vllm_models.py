@@ -106,9 +106,14 @@ def copy_tokenizer(directory: Path) -> None:
         shutil.copy(path, directory)
 
 
-MODELS = {"qwen3-moe": mixture_of_experts, "int8": quantised}
+def smollm2(directory: Path) -> Path:
+    """Return the directory of SmolLM2-135M-Instruct, which make test-vllm has converted."""
+    return ROOT / "build" / "bench" / "models" / "smollm2-instruct"
+
+
+MODELS = {"qwen3-moe": mixture_of_experts, "int8": quantised, "smollm2": smollm2}
 #: vLLM's int8 kernels on CPUs read bfloat16.
-DTYPES = {"qwen3-moe": "float32", "int8": "bfloat16"}
+DTYPES = {"qwen3-moe": "float32", "int8": "bfloat16", "smollm2": "float32"}
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -58,10 +58,16 @@ class VllmCore:
     """Core of vLLM with the model and the settings of a worker."""
 
     def __init__(self, config: WorkerConfig, on_failure: Callable[[str], None]) -> None:
-        """Load the model and start vLLM's executor; raises vLLM's errors.
+        """Load the model and start vLLM's executor.
 
+        Raises ModelUnavailable if there is no such model or it is a GGUF file, and vLLM's errors.
         ``on_failure`` is called in another thread if a process of the executor ends.
         """
+        if model_files.is_gguf_model(config.model):
+            raise model_files.ModelUnavailable(
+                f"{config.model} is a GGUF file, which vLLM does not read: set worker.engine to "
+                "everlift, or name a directory or a hub id"
+            )
         directory = model_files.locate(config.model, config.model_revision, weights=True)
         adapters = read_adapters(config.adapters, directory)
         self._config = _vllm_config(config, directory, adapters)
@@ -290,8 +296,8 @@ def _vllm_config(config: WorkerConfig, directory: Path, adapters: list[Adapter])
         # An additional slot, which stays empty, makes this right.
         arguments["max_loras"] = len(adapters) + _is_cpu()
         arguments["max_lora_rank"] = min(it for it in get_args(MaxLoRARanks) if it >= rank)
-    if config.max_model_len:
-        arguments["max_model_len"] = config.max_model_len
+    # -1: the model's context, or less if the KV cache holds less.
+    arguments["max_model_len"] = config.max_model_len or -1
     if config.num_blocks:
         # vLLM never uses one of its blocks.
         arguments["num_gpu_blocks_override"] = config.num_blocks + 1
