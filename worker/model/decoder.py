@@ -7,6 +7,8 @@ token belongs to. It is passed in as a StepAttention.
     each layer:  h += out(attend(rotate(qkv(norm(h)))))
                  h += down(act(gate(x)) * up(x)),  x = norm(h)
 
+A layer may have a mixture of experts (mixture.py) in place of the second branch's MLP.
+
 The result of a branch is not added to h at once: the next norm adds it in the same pass over h.
 
 The spec may add norms of each head before rotation, norms of each branch's result, and factors of
@@ -32,11 +34,14 @@ from worker.model.layers import (
     RmsNorm,
     RowLinear,
     VocabTable,
+    column_parts,
 )
 from worker.model.matrix import Packing
+from worker.model.mixture import Mixture
+from worker.model.mlp import Mlp
 from worker.model.rope import Angle, RotaryTable
-from worker.model.sharing import Share, share_heads, tail_padded
-from worker.model.spec import LayerSpec, ModelSpec
+from worker.model.sharing import share_heads
+from worker.model.spec import Experts, LayerSpec, ModelSpec
 from worker.parallel.stand_in import ExchangedTensors
 
 
@@ -67,7 +72,7 @@ class Attention:
         heads = share_heads(spec.num_heads, spec.num_kv_heads, group.size, group.rank)
         query, kv = heads.query.of(spec.head_dim), heads.kv.of(spec.head_dim)
         all_query, all_kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        parts = _column_parts(
+        parts = column_parts(
             name,
             "qkv_proj" if spec.tensors.fused else None,
             {"q_proj": (all_query, query), "k_proj": (all_kv, kv), "v_proj": (all_kv, kv)},
@@ -101,34 +106,6 @@ class Attention:
         for part in (self.qkv, self.norms, self.out):
             if part is not None:
                 yield from part.pieces()
-
-
-class Mlp:
-    def __init__(self, layer: int, spec: ModelSpec, place: Placement) -> None:
-        name = f"{spec.tensors.model}.layers.{layer}.mlp"
-        size = spec.intermediate_size
-        share = tail_padded(size, place.group.size, place.group.rank)
-        parts = _column_parts(
-            name,
-            "gate_up_proj" if spec.tensors.fused else None,
-            {"gate_proj": (size, share), "up_proj": (size, share)},
-        )
-        down = Part(f"{name}.down_proj", size, share)
-        self.activation = spec.activation
-        self._pointwise = place.pointwise
-        self.gate_up = ColumnLinear(parts, spec.hidden_size, spec.mlp_bias, place)
-        self.down = RowLinear(down, spec.hidden_size, spec.mlp_bias, place)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self._pointwise.gate(self.gate_up(x), self.activation))
-
-    def pack(self, packing: Packing) -> None:
-        self.gate_up.pack(packing)
-        self.down.pack(packing)
-
-    def pieces(self) -> Iterator[Piece]:
-        yield from self.gate_up.pieces()
-        yield from self.down.pieces()
 
 
 class Residual:
@@ -170,7 +147,7 @@ class Layer:
             for norms in _norm_names(spec.post_norms)
         )
         self.attention = Attention(layer, spec, form, place)
-        self.mlp = Mlp(layer, spec, place)
+        self.mlp = _mlp(name, spec, spec.layers[layer].experts, place)
 
     def __call__(
         self, hidden: Tensor, added: Tensor | None, angle: Angle, attention: StepAttention
@@ -273,6 +250,9 @@ class Decoder:
         self.stack: Stack = self.layer_by_layer
         num_sums = 1 + 2 * len(spec.layers)  # one for the embedding, two for each layer
         self.exchanged = ExchangedTensors(num_sums, width, embedding.share_width, place.dtype)
+        #: whether the shapes of all operations follow from the number of tokens, as captured decode
+        #: steps require; those of a mixture of experts depend on the router's choices
+        self.has_fixed_shapes = not spec.has_experts
         self._logits_divisor = spec.logits_divisor
         self._logits_softcap = spec.logits_softcap
 
@@ -341,6 +321,12 @@ class Decoder:
             yield from parts.head.pieces()
 
 
+def _mlp(layer: str, spec: ModelSpec, experts: Experts | None, place: Placement) -> Mlp | Mixture:
+    if experts is None:
+        return Mlp(f"{layer}.mlp", spec.intermediate_size, spec, place)
+    return Mixture(f"{layer}.{spec.tensors.mixture}", experts, spec, place)
+
+
 def _norm(name: str, width: int, spec: ModelSpec, place: Placement) -> RmsNorm:
     return RmsNorm(name, width, spec.norm_eps, spec.norms_add_one, place)
 
@@ -352,24 +338,6 @@ def _norm_names(post_norms: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
             ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
         )
     return ("input_layernorm",), ("post_attention_layernorm",)  # the second is before the MLP
-
-
-def _column_parts(
-    name: str, fused: str | None, parts: dict[str, tuple[int, Share]]
-) -> tuple[Part, ...]:
-    """Return the parts of a ColumnLinear: separate linear layers, or slices of a fused one.
-
-    ``fused`` is the name of the fused linear layer, or None if the checkpoint has separate ones.
-    ``parts`` maps each part's name to its total number of output features and this rank's share.
-    """
-    if fused is None:
-        return tuple(Part(f"{name}.{part}", size, share) for part, (size, share) in parts.items())
-    total = sum(size for size, _ in parts.values())
-    fused_parts, before = [], 0
-    for size, share in parts.values():
-        fused_parts.append(Part(f"{name}.{fused}", total, share.moved(before)))
-        before += size
-    return tuple(fused_parts)
 
 
 def _form(spec: ModelSpec, layer: LayerSpec, max_model_len: int) -> AttentionForm:

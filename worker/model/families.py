@@ -15,6 +15,7 @@ from worker.model.hf_config import HfConfig, Json
 from worker.model.hf_rope import DEFAULT_THETA, read_rope, rope_of, rope_parameters, rope_type
 from worker.model.spec import (
     Activation,
+    Experts,
     LayerSpec,
     ModelSpec,
     Rope,
@@ -46,6 +47,35 @@ _QWEN: Json = _LLAMA | {
     "max_window_layers": 28,
 }
 _QWEN3: Json = _QWEN | {"head_dim": 128}
+_MIXTRAL: Json = _LLAMA | {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+_QWEN_MOE: Json = _LLAMA | {
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": False,
+}
+_QWEN2_MOE: Json = _QWEN_MOE | {
+    "num_key_value_heads": 16,
+    "max_window_layers": 28,
+    "qkv_bias": True,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+}
+_QWEN3_MOE: Json = _QWEN_MOE | {
+    "num_key_value_heads": 4,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
 _GEMMA: Json = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -133,13 +163,82 @@ def _qwen3(config: HfConfig) -> ModelSpec:
 
 
 def _qwen_layers(config: HfConfig) -> list[LayerSpec]:
-    window = config.optional_positive("sliding_window")
-    window = window if config.flag("use_sliding_window") else None
+    window = _qwen_window(config)
     first = config.natural("max_window_layers")
     layers = range(config.positive("num_hidden_layers"))
     kinds = [_FULL if window is None or layer < first else _SLIDING for layer in layers]
     rope = read_rope(config, _head_dim(config))
     return _layers(config, kinds, window, {_SLIDING: rope, _FULL: rope})
+
+
+def _mixtral(config: HfConfig) -> ModelSpec:
+    config = config.with_defaults(_MIXTRAL)
+    rope = read_rope(config, _head_dim(config))
+    size = config.positive("intermediate_size")
+    experts = _experts(config, config.positive("num_local_experts"), size, normalised=True)
+    layers = _alike(config, rope, config.optional_positive("sliding_window"))
+    names = TensorNames(mixture="block_sparse_moe", expert_linears=("w1", "w3", "w2"))
+    return replace(
+        _spec(config, [replace(layer, experts=experts) for layer in layers]), tensors=names
+    )
+
+
+def _qwen2_moe(config: HfConfig) -> ModelSpec:
+    config = config.with_defaults(_QWEN2_MOE)
+    experts = replace(
+        _qwen_experts(config, config.positive("num_experts")),
+        shared_size=config.positive("shared_expert_intermediate_size"),
+    )
+    window = _qwen_window(config)
+    end = config.natural("max_window_layers")
+    kinds = [
+        _FULL if window is None or layer % 2 or layer >= end else _SLIDING
+        for layer in range(config.positive("num_hidden_layers"))
+    ]
+    rope = read_rope(config, _head_dim(config))
+    layers = _layers(config, kinds, window, {_SLIDING: rope, _FULL: rope})
+    return replace(
+        _spec(config, _with_experts(config, layers, experts)), qkv_bias=config.flag("qkv_bias")
+    )
+
+
+def _qwen3_moe(config: HfConfig) -> ModelSpec:
+    config = config.with_defaults(_QWEN3_MOE)
+    number = config.positive("num_experts", config.positive("num_local_experts"))
+    layers = _alike(config, read_rope(config, _head_dim(config)), _qwen_window(config))
+    return replace(
+        _spec(config, _with_experts(config, layers, _qwen_experts(config, number))),
+        qk_norm=True,
+        qkv_bias=config.flag("attention_bias"),
+        out_bias=config.flag("attention_bias"),
+    )
+
+
+def _qwen_experts(config: HfConfig, number: int) -> Experts:
+    size = config.positive("moe_intermediate_size")
+    return _experts(config, number, size, config.flag("norm_topk_prob"))
+
+
+def _experts(config: HfConfig, number: int, size: int, normalised: bool) -> Experts:
+    top_k = config.positive("num_experts_per_tok")
+    if top_k > number:
+        raise UnsupportedModel(f"num_experts_per_tok {top_k} is more than the {number} experts")
+    return Experts(number, top_k, size, normalised)
+
+
+def _with_experts(
+    config: HfConfig, layers: Sequence[LayerSpec], experts: Experts
+) -> list[LayerSpec]:
+    """Return ``layers`` with ``experts``, except in those that the config makes dense."""
+    step, dense = config.positive("decoder_sparse_step"), config.naturals("mlp_only_layers")
+    return [
+        layer if number in dense or (number + 1) % step else replace(layer, experts=experts)
+        for number, layer in enumerate(layers)
+    ]
+
+
+def _qwen_window(config: HfConfig) -> int | None:
+    return config.optional_positive("sliding_window") if config.flag("use_sliding_window") else None
 
 
 def _gemma2(config: HfConfig) -> ModelSpec:
@@ -239,9 +338,12 @@ _ADAPTERS: dict[str, Callable[[HfConfig], ModelSpec]] = {
     "GraniteForCausalLM": _granite,
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
+    "MixtralForCausalLM": _mixtral,
     "Phi3ForCausalLM": _phi3,
     "Qwen2ForCausalLM": _qwen2,
+    "Qwen2MoeForCausalLM": _qwen2_moe,
     "Qwen3ForCausalLM": _qwen3,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
 }
 ARCHITECTURES = tuple(_ADAPTERS)
 

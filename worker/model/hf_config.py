@@ -94,6 +94,16 @@ class HfConfig:
             raise self._wrong(key, "an integer, 0 or more")
         return value
 
+    def naturals(self, key: str) -> tuple[int, ...]:
+        """Return the integers in the list under ``key``, none if it is missing or null.
+
+        They must be at least 0.
+        """
+        values = self.get(key, [])
+        if not isinstance(values, list) or any(type(v) is not int or v < 0 for v in values):
+            raise self._wrong(key, "a list of integers, each 0 or more")
+        return tuple(values)
+
     def number(self, key: str, otherwise: float | None = None) -> float:
         """Return the positive number under ``key``, or ``otherwise`` if it is missing or null."""
         value = self.get(key, otherwise)

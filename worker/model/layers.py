@@ -76,6 +76,24 @@ class Part:
         return slice(self.share.start, self.share.stop)
 
 
+def column_parts(
+    name: str, fused: str | None, parts: dict[str, tuple[int, Share]]
+) -> tuple[Part, ...]:
+    """Return the parts of a ColumnLinear: separate linear layers, or slices of a fused one.
+
+    ``fused`` is the name of the fused linear layer, or None if the checkpoint has separate ones.
+    ``parts`` maps each part's name to its total number of output features and this rank's share.
+    """
+    if fused is None:
+        return tuple(Part(f"{name}.{part}", size, share) for part, (size, share) in parts.items())
+    total = sum(size for size, _ in parts.values())
+    fused_parts, before = [], 0
+    for size, share in parts.values():
+        fused_parts.append(Part(f"{name}.{fused}", total, share.moved(before)))
+        before += size
+    return tuple(fused_parts)
+
+
 class ColumnLinear:
     """Linear layers with the same input, computed as one product; outputs are split over the ranks.
 
@@ -112,7 +130,10 @@ class ColumnLinear:
 
 
 class RowLinear:
-    """Linear layer with input features split over the ranks; a call sums the ranks' products."""
+    """Linear layer with input features split over the ranks; a call sums the ranks' products.
+
+    ``partial`` returns this rank's product only.
+    """
 
     def __init__(self, part: Part, outputs: int, bias: bool, place: Placement) -> None:
         self._part = part
@@ -122,7 +143,10 @@ class RowLinear:
         self.bias = place.empty(outputs) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.group.all_reduce(self.weight.multiply(x, self.own_bias))
+        return self.group.all_reduce(self.partial(x))
+
+    def partial(self, x: Tensor) -> Tensor:
+        return self.weight.multiply(x, self.own_bias)
 
     @property
     def own_bias(self) -> Tensor | None:

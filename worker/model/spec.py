@@ -89,15 +89,34 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """Mixture of experts, which replaces the MLP of a layer.
+
+    A router computes the probabilities of the ``number`` experts. A token is computed by the
+    ``top_k`` most probable ones, which are MLPs with ``intermediate_size`` features, and their
+    results are weighted with the probabilities. With ``normalised``, these are first divided by
+    their sum. If ``shared_size`` is not None, an MLP with that many features also computes every
+    token; its result is multiplied by the sigmoid of a gate.
+    """
+
+    number: int
+    top_k: int
+    intermediate_size: int
+    normalised: bool
+    shared_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """Properties in which the layers of a model may differ.
 
     A token attends to the last ``window`` tokens including itself. Without a ``window`` it attends
-    to itself and all tokens before it.
+    to itself and all tokens before it. Without ``experts`` the layer has one MLP for all tokens.
     """
 
     rope: Rope
     window: int | None = None
+    experts: Experts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +125,23 @@ class TensorNames:
 
     With ``fused``, the weights of linear layers with the same input (query, key and value; gate and
     up) are stored as one tensor. Tensors whose names begin with one of ``unread`` are ignored.
+    ``mixture`` is the name of a layer's mixture of experts, and ``expert_linears`` are those of the
+    gate, up and down projections of an expert.
     """
 
     model: str = "model"
     head: str = "lm_head"
     fused: bool = False
     unread: tuple[str, ...] = ()
+    mixture: str = "mlp"
+    expert_linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Decoder-only transformer; sizes are those of the whole model, before sharding.
 
+    ``intermediate_size`` is that of the MLP in layers without experts.
     ``max_position`` is the length in tokens of the longest sequence that the model is made for. A
     softcap c replaces x by c * tanh(x / c).
     """
@@ -155,3 +179,7 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def has_experts(self) -> bool:
+        return any(layer.experts is not None for layer in self.layers)

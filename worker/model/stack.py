@@ -30,6 +30,8 @@ from worker.model.compiled_pointwise import ACTIVATIONS, CompiledPointwise
 from worker.model.decoder import Layer, LayerByLayer, Stack
 from worker.model.layers import ColumnLinear, RmsNorm, RowLinear, VocabTable
 from worker.model.matrix import Form, Plain
+from worker.model.mixture import Mixture
+from worker.model.mlp import Mlp
 from worker.model.panels import Panels, panel_flags
 from worker.model.rope import RotaryTable
 from worker.native import native
@@ -278,6 +280,8 @@ def _has_supported_tables(plain: LayerByLayer) -> bool:
 
 def _is_supported(layer: Layer) -> bool:
     attention, mlp = layer.attention, layer.mlp
+    if isinstance(mlp, Mixture):
+        return False
     linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
     return (
         isinstance(attention.pointwise, CompiledPointwise)
@@ -289,7 +293,8 @@ def _is_supported(layer: Layer) -> bool:
 def _stack(
     plain: LayerByLayer, layers: ctypes.Array[_Layer], angles: ctypes.Array[_Angles]
 ) -> _Stack:
-    attention = plain.layers[0].attention
+    attention, mlp = plain.layers[0].attention, plain.layers[0].mlp
+    assert isinstance(mlp, Mlp)
     return _Stack(
         embedding=_embedding(plain.embedding, plain.embedding_multiplier),
         angles=ctypes.addressof(angles),
@@ -300,7 +305,7 @@ def _stack(
         heads=attention.num_query,
         kv_heads=attention.num_rotated - attention.num_query,
         intermediate=layers[0].down.inputs,
-        activation=ACTIVATIONS[plain.layers[0].mlp.activation],
+        activation=ACTIVATIONS[mlp.activation],
         residual_multiplier=plain.layers[0].around_mlp.multiplier,
         norm=_norm(plain.norm),
         head=_weight(plain.head.weight.form, None),
@@ -325,6 +330,7 @@ def _angles(table: RotaryTable) -> _Angles:
 
 def _layer(layer: Layer, table: int) -> _Layer:
     attention, mlp = layer.attention, layer.mlp
+    assert isinstance(mlp, Mlp)
     norms = attention.norms
     return _Layer(
         before_attention=_norm(layer.around_attention.before),

@@ -94,14 +94,15 @@ class Assembly:
     def capture(self) -> DecodeGraphs | None:
         """Capture the decode steps as graphs; return None on a CPU, or if a rank cannot capture.
 
-        A collective: all ranks must call it. Transformers' modules, torch's attention and
-        collectives that wait on the host cannot be captured. All ranks capture or none, because
-        replaying a step includes its collectives.
+        A collective: all ranks must call it. Transformers' modules, mixtures of experts, torch's
+        attention and collectives that wait on the host cannot be captured. All ranks capture or
+        none, because replaying a step includes its collectives.
         """
         if self.last_tokens is None:
             return None
         model, attention = self.loaded.model, self.attention
-        is_able = isinstance(model, Decoder) and isinstance(attention, DecodingBackend)
+        is_able = isinstance(model, Decoder) and model.has_fixed_shapes
+        is_able = is_able and isinstance(attention, DecodingBackend)
         if not self._all_can(is_able and self.place.group.on_device):
             return None
         assert isinstance(model, Decoder) and isinstance(attention, DecodingBackend)

@@ -113,7 +113,8 @@ def spec_of(config: WorkerConfig, directory: Path) -> ModelSpec | None:
 
     Only the model's configuration is read. Transformers' modules are considered only if Everlift's
     decoder does not know the architecture. Raises UnsupportedModel if the decoder knows the
-    architecture but does not support a value, or a context as long as ``config.max_model_len``.
+    architecture but does not support a value, a context as long as ``config.max_model_len``, or the
+    configured quantization.
     Also raises UnsupportedModel if the configuration shows that transformers' modules cannot run
     the model.
     """
@@ -126,6 +127,11 @@ def spec_of(config: WorkerConfig, directory: Path) -> ModelSpec | None:
         check_config(directory, config.tensor_parallel)
         return None
     _max_model_len(config, spec.max_position)
+    if spec.has_experts and config.quantization != "none":
+        raise UnsupportedModel(
+            f"quantization {config.quantization} is not supported for mixtures of experts: "
+            "set quantization to none"
+        )
     return spec
 
 

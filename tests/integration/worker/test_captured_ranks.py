@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.integration.worker.test_parallel import on_ranks
+from tests.support.worker.families import CHECKPOINTS, save_family
 from tests.support.worker.llama_support import save_llama
 from worker.config import WorkerConfig
 from worker.device.kv_cache import KVCache
@@ -128,3 +129,9 @@ def test_capture_is_skipped_on_all_ranks_if_one_cannot(
 @pytest.mark.usefixtures("called")
 def test_capture_runs_on_a_single_rank(model: Path) -> None:
     assert capture(model, Group.single(), Looking()) is not None
+
+
+@pytest.mark.usefixtures("called")
+def test_capture_is_skipped_for_mixtures_of_experts(tmp_path: Path) -> None:
+    model = save_family(tmp_path, CHECKPOINTS["mixtral, window"])
+    assert capture(model, Group.single(), Looking()) is None

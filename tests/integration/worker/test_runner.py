@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from everlift.errors import EngineFailed
 from everlift.hashes import BLOCK_SIZE
 from everlift.sampling import SamplingParams
+from tests.support.worker.families import CHECKPOINTS, VOCAB, save_family
 from tests.support.worker.llama_support import SIZES, generate, load_llama, save_llama
 from tests.support.worker.sampling_oracle import is_close, own_logprobs
 from tests.support.worker.sampling_support import admission
@@ -154,6 +155,13 @@ def test_runner_sizes_are_derived_from_model_and_config(config: WorkerConfig) ->
 def test_max_model_len_beyond_the_models_is_rejected(config: WorkerConfig) -> None:
     with pytest.raises(UnsupportedModel, match="max_model_len 513 is more than the model's 512"):
         build(replace(config, max_model_len=513))
+
+
+def test_int8_experts_are_rejected(config: WorkerConfig, tmp_path: Path) -> None:
+    model = save_family(tmp_path / "experts", CHECKPOINTS["mixtral, window"])
+    with pytest.raises(UnsupportedModel, match="int8 is not supported for mixtures of experts"):
+        build(replace(config, model=str(model), quantization="int8"))
+    assert build(replace(config, model=str(model))).vocab_size == VOCAB
 
 
 def test_kv_cache_mib_determines_the_number_of_blocks(config: WorkerConfig) -> None:

@@ -221,6 +221,76 @@ CHECKPOINTS = {
             "logits_scaling": 0.9,
         },
     ),
+    "mixtral, window": Checkpoint(
+        "mixtral",
+        *(9, 3, 8),
+        {
+            "intermediate_size": 37,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 20,
+        },
+    ),
+    "mixtral, tied, all experts": Checkpoint(
+        "mixtral",
+        *(4, 1, 10),
+        {
+            "intermediate_size": 21,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen2_moe, a dense layer": Checkpoint(
+        "qwen2_moe",
+        *(7, 7, 8),
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 23,
+            "shared_expert_intermediate_size": 31,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen2_moe, windows, normalised, no biases": Checkpoint(
+        "qwen2_moe",
+        *(6, 3, 8),
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 15,
+            "shared_expert_intermediate_size": 42,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 25,
+            "max_window_layers": 2,
+        },
+    ),
+    "qwen3_moe, few features, normalised": Checkpoint(
+        "qwen3_moe",
+        *(10, 5, 6),
+        {
+            "num_experts": 9,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 9,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3_moe, dense layers, biases, window": Checkpoint(
+        "qwen3_moe",
+        *(4, 2, 14),
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 33,
+            "decoder_sparse_step": 2,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 40,
+        },
+    ),
 }
 #: Enough of a picture's way in for the checkpoint to have tensors of it.
 _VISION = {
@@ -257,9 +327,12 @@ def _random_model(checkpoint: Checkpoint) -> PreTrainedModel:
 
 
 def load_family(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The checkpoint as transformers runs it; eager, since its other ways leave softcaps out."""
+    """Return the checkpoint as transformers runs it.
+
+    Its other implementations of attention omit softcaps, and those of experts refuse odd sizes.
+    """
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, attn_implementation="eager"
+        directory, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     )
     if getattr(model.config, "original_max_position_embeddings", MAX_POSITION) < MAX_POSITION:
         # A worker that serves longer sequences uses the long factors for all; here too, then.

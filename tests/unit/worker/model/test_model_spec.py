@@ -116,6 +116,8 @@ def test_read_spec_distinguishes_unsupported_architecture(
 
 QWEN = {"architectures": ["Qwen2ForCausalLM"]}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"]}
+MIXTRAL = {"architectures": ["MixtralForCausalLM"]}
+QWEN_MOE = {"architectures": ["Qwen2MoeForCausalLM"]}
 
 
 @pytest.mark.parametrize(
@@ -142,6 +144,10 @@ GEMMA3 = {"architectures": ["Gemma3ForCausalLM"]}
         (QWEN | {"layer_types": ["sliding_attention"] * 2}, ["sliding_window"]),
         (GEMMA3 | {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
         (GEMMA3 | {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping"]),
+        (MIXTRAL | {"num_experts_per_tok": 9}, ["num_experts_per_tok 9", "8 experts"]),
+        (QWEN_MOE | {"num_experts": 0}, ["num_experts", "positive"]),
+        (QWEN_MOE | {"mlp_only_layers": "1"}, ["mlp_only_layers", "list of integers"]),
+        (QWEN_MOE | {"norm_topk_prob": 1}, ["norm_topk_prob", "true or false"]),
     ],
     ids=lambda value: [*value][-1] if isinstance(value, dict) else "",
 )

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.worker.decoder_steps import SteppedDecoder
+from tests.support.worker.families import CHECKPOINTS, save_family
 from tests.support.worker.llama_support import load_llama, save_llama
 from tests.support.worker.weights_support import Pieces, Rank
 from worker.model.checkpoint import BadCheckpoint
@@ -241,6 +242,42 @@ def test_load_names_wrong_tensor(
     change(checkpoint, **tensors)
     with pytest.raises(BadCheckpoint, match=words):
         load(decoder(checkpoint, Group.single()), checkpoint)
+
+
+@pytest.mark.parametrize("family", ["mixtral, window", "qwen2_moe, a dense layer"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_load_gives_rank_its_slices_of_experts(family: str, ranks: int, tmp_path: Path) -> None:
+    save_family(tmp_path, CHECKPOINTS[family])
+    whole = load_file(tmp_path / "model.safetensors")
+    for rank in range(ranks):
+        model = decoder(tmp_path, Rank(rank, ranks))
+        load(model, tmp_path)
+        assert {piece.name for piece in model.pieces()} == whole.keys()
+        for piece in model.pieces():
+            assert torch.equal(piece.into, whole[piece.name][piece.slices]), piece.name
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"experts__4__up_proj": None}, r"lacks model\.layers\.2\.mlp\.experts\.4\.up_proj"),
+        ({"experts__6__up_proj": torch.zeros(1)}, r"does not: .*\.experts\.6\.up_proj\.weight"),
+        (
+            {"experts__0__down_proj": torch.zeros(50, 22)},
+            r"shape \(50, 22\); the configuration requires \(50, 23\)",
+        ),
+        ({"gate": torch.zeros(5, 50)}, r"gate\.weight has shape \(5, 50\); .* \(6, 50\)"),
+        ({"shared_expert_gate": None}, r"lacks .*\.mlp\.shared_expert_gate\.weight"),
+    ],
+    ids=["missing", "unexpected", "shape", "router", "gate"],
+)
+def test_load_names_wrong_tensor_of_experts(
+    tensors: dict[str, Tensor | None], words: str, tmp_path: Path
+) -> None:
+    save_family(tmp_path, CHECKPOINTS["qwen2_moe, a dense layer"])
+    change(tmp_path, **{f"model__layers__2__mlp__{n}__weight": t for n, t in tensors.items()})
+    with pytest.raises(BadCheckpoint, match=words):
+        load(decoder(tmp_path, Group.single()), tmp_path)
 
 
 def test_load_counts_missing_tensors(checkpoint: Path) -> None:

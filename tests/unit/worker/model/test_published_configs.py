@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from worker.model.families import read_spec
 from worker.model.spec import (
+    Experts,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
@@ -189,6 +190,61 @@ GRANITE_3 = config(
     rope_theta=10000000.0,
     tie_word_embeddings=True,
 )
+MIXTRAL_8X7B = config(
+    "MixtralForCausalLM",
+    "mixtral",
+    (32000, 4096, 14336, 32, 32, 8),
+    hidden_act="silu",
+    max_position_embeddings=32768,
+    num_experts_per_tok=2,
+    num_local_experts=8,
+    output_router_logits=False,
+    rms_norm_eps=1e-5,
+    rope_theta=1000000.0,
+    sliding_window=None,
+    tie_word_embeddings=False,
+)
+QWEN_1_5_MOE = config(
+    "Qwen2MoeForCausalLM",
+    "qwen2_moe",
+    (151936, 2048, 5632, 24, 16, 16),
+    decoder_sparse_step=1,
+    hidden_act="silu",
+    max_position_embeddings=8192,
+    max_window_layers=21,
+    moe_intermediate_size=1408,
+    norm_topk_prob=False,
+    num_experts=60,
+    num_experts_per_tok=4,
+    rms_norm_eps=1e-6,
+    rope_theta=1000000.0,
+    shared_expert_intermediate_size=5632,
+    sliding_window=32768,
+    tie_word_embeddings=False,
+    use_sliding_window=False,
+)
+QWEN_3_30B_A3B = config(
+    "Qwen3MoeForCausalLM",
+    "qwen3_moe",
+    (151936, 2048, 6144, 48, 32, 4),
+    attention_bias=False,
+    decoder_sparse_step=1,
+    head_dim=128,
+    hidden_act="silu",
+    max_position_embeddings=40960,
+    max_window_layers=48,
+    mlp_only_layers=[],
+    moe_intermediate_size=768,
+    norm_topk_prob=True,
+    num_experts=128,
+    num_experts_per_tok=8,
+    rms_norm_eps=1e-6,
+    rope_scaling=None,
+    rope_theta=1000000.0,
+    sliding_window=None,
+    tie_word_embeddings=False,
+    use_sliding_window=False,
+)
 
 PUBLISHED: dict[str, Json] = {
     "Llama 2": LLAMA_2,
@@ -204,6 +260,9 @@ PUBLISHED: dict[str, Json] = {
     "Phi 3 mini 128k": PHI_3_MINI_128K,
     "Phi 4 mini": PHI_4_MINI,
     "Granite 3": GRANITE_3,
+    "Mixtral 8x7B": MIXTRAL_8X7B,
+    "Qwen 1.5 MoE": QWEN_1_5_MOE,
+    "Qwen 3 30B-A3B": QWEN_3_30B_A3B,
 }
 #: What files may leave out: its default is the family's.
 OPTIONAL = {
@@ -226,6 +285,14 @@ OPTIONAL = {
     "embedding_multiplier",
     "logits_scaling",
     "residual_multiplier",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "norm_topk_prob",
+    "decoder_sparse_step",
+    "mlp_only_layers",
 }
 
 
@@ -248,12 +315,15 @@ def test_published_config_matches_transformers(content: Json, tmp_path: Path) ->
     config = AutoConfig.from_pretrained(tmp_path)
     text = config.get_text_config()
     assert sizes(spec) == {key: getattr(text, key) for key in sizes(spec)}
-    assert spec.head_dim == getattr(text, "head_dim", spec.hidden_size // spec.num_heads)
+    written = getattr(text, "head_dim", None)
+    assert spec.head_dim == (written or spec.hidden_size // spec.num_heads)
     assert spec.tied_embeddings == config.tie_word_embeddings
     assert [layer.window for layer in spec.layers] == windows_of(text)
     assert spec.logits_softcap == getattr(text, "final_logit_softcapping", None)
     assert spec.attention_softcap == getattr(text, "attn_logit_softcapping", None)
     assert spec.activation == getattr(text, "hidden_activation", getattr(text, "hidden_act", ""))
+    assert {layer.experts for layer in spec.layers} == {experts_of(text)}
+    assert {layer.rope.theta for layer in spec.layers} == thetas_of(text)
 
 
 def sizes(spec: ModelSpec) -> Json:
@@ -273,6 +343,24 @@ def windows_of(config: PreTrainedConfig) -> list[int | None]:
     every = ["sliding_attention"] * config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or every
     return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def experts_of(config: PreTrainedConfig) -> Experts | None:
+    if not hasattr(config, "num_experts_per_tok"):
+        return None
+    return Experts(
+        getattr(config, "num_experts", 0),
+        config.num_experts_per_tok,
+        getattr(config, "moe_intermediate_size", config.intermediate_size),
+        normalised=getattr(config, "norm_topk_prob", True),
+        shared_size=getattr(config, "shared_expert_intermediate_size", None),
+    )
+
+
+def thetas_of(config: PreTrainedConfig) -> set[float]:
+    written = config.rope_parameters
+    sections = [written] if "rope_theta" in written else written.values()
+    return {section["rope_theta"] for section in sections}
 
 
 def test_llama_config_has_rope_scaling(tmp_path: Path) -> None:
@@ -369,3 +457,27 @@ def test_granite_config_has_multipliers(tmp_path: Path) -> None:
     assert spec.attention_scale == 0.0078125
     assert (spec.embedding_multiplier, spec.residual_multiplier) == (12.0, 0.22)
     assert spec.logits_divisor == 16.0
+
+
+def test_mixtral_config_has_experts_in_all_layers(tmp_path: Path) -> None:
+    spec = read(MIXTRAL_8X7B, tmp_path)
+    assert {layer.experts for layer in spec.layers} == {Experts(8, 2, 14336, normalised=True)}
+    assert spec.tensors == TensorNames(
+        mixture="block_sparse_moe", expert_linears=("w1", "w3", "w2")
+    )
+
+
+def test_qwen_moe_configs_have_experts_and_dense_layers(tmp_path: Path) -> None:
+    two, three = read(QWEN_1_5_MOE, tmp_path), read(QWEN_3_30B_A3B, tmp_path)
+    assert {layer.experts for layer in two.layers} == {Experts(60, 4, 1408, False, 5632)}
+    assert {layer.experts for layer in three.layers} == {Experts(128, 8, 768, True)}
+    sparse = QWEN_3_30B_A3B | {"decoder_sparse_step": 3, "mlp_only_layers": [2, 7]}
+    layers = enumerate(read(sparse, tmp_path).layers)
+    assert [number for number, layer in layers if layer.experts] == [5, *range(8, 48, 3)]
+
+
+def test_qwen3_moe_config_accepts_either_name_of_the_experts(tmp_path: Path) -> None:
+    renamed = QWEN_3_30B_A3B | {"num_local_experts": QWEN_3_30B_A3B["num_experts"] // 2}
+    del renamed["num_experts"]
+    (experts,) = {layer.experts for layer in read(renamed, tmp_path).layers}
+    assert experts is not None and experts.number == 64

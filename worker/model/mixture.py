@@ -1,0 +1,94 @@
+"""Mixture of experts, with this rank's share of the features of every expert.
+
+    p = softmax(router(x))                         in fp32
+    y = sum of p[e] * expert[e](x)                 over the top_k experts e with the largest p
+        + sigmoid(shared_gate(x)) * shared(x)      if there is a shared expert
+
+The router is held by every rank, and one sum over the ranks makes the result of the whole block. A
+router's near tie is decided alike on all ranks, because they have the same hidden states and run
+the same code; ranks on different CPUs need EVERLIFT_CPU_LEVEL for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from worker.model.layers import ColumnLinear, Part, Piece, Placement
+from worker.model.matrix import Packing
+from worker.model.mlp import Mlp
+from worker.model.sharing import Share
+from worker.model.spec import Experts, ModelSpec
+
+
+class Mixture:
+    """Mixture ``name`` of the experts that ``experts`` describes.
+
+    The results of a token's experts are added up in fp32 in the order of their numbers, the shared
+    expert's last, so that the sum does not depend on the other tokens of a step.
+    """
+
+    def __init__(self, name: str, experts: Experts, spec: ModelSpec, place: Placement) -> None:
+        self.form = experts
+        self.group = place.group
+        linears, size = spec.tensors.expert_linears, experts.intermediate_size
+        #: all experts by number, followed by the shared one
+        self.experts = [
+            Mlp(f"{name}.experts.{number}", size, spec, place, linears)
+            for number in range(experts.number)
+        ]
+        outputs = [Part(f"{name}.gate", experts.number, _whole(experts.number))]
+        if experts.shared_size is not None:
+            shared = Mlp(f"{name}.shared_expert", experts.shared_size, spec, place)
+            self.experts.append(shared)
+            outputs.append(Part(f"{name}.shared_expert_gate", 1, _whole(1)))
+        #: outputs: a logit of each expert, and the shared expert's gate
+        self.router = ColumnLinear(tuple(outputs), spec.hidden_size, False, place)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.group.all_reduce(self.partial(x))
+
+    def partial(self, x: Tensor) -> Tensor:
+        """Return this rank's part of the result; the sum over the ranks is the result."""
+        weights = expert_weights(self.router(x), self.form)
+        chosen = weights.t() != 0
+        tokens = chosen.nonzero()[:, 1].split_with_sizes(chosen.sum(dim=1).tolist())
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for number, rows in enumerate(tokens):
+            if len(rows):
+                result = self.experts[number].partial(x[rows])
+                total[rows] += result.float() * weights[rows, number, None]
+        return total.to(x.dtype)
+
+    def pack(self, packing: Packing) -> None:
+        self.router.pack(packing)
+        for expert in self.experts:
+            expert.pack(packing)
+
+    def pieces(self) -> Iterator[Piece]:
+        yield from self.router.pieces()
+        for expert in self.experts:
+            yield from expert.pieces()
+
+
+def expert_weights(logits: Tensor, form: Experts) -> Tensor:
+    """Return the fp32 weights [T, outputs] of the experts' results; 0 for experts not chosen.
+
+    ``logits`` [T, outputs] are the router's outputs: one for each expert, and one for the gate of
+    the shared expert if there is one. Of equally probable experts, the first ones are chosen.
+    """
+    logits = logits.float()
+    probabilities = logits[:, : form.number].softmax(dim=-1)
+    ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    largest = ranked[:, : form.top_k]
+    if form.normalised:
+        largest = largest / largest.sum(dim=-1, keepdim=True)
+    weights = logits[:, form.number :].sigmoid()
+    chosen = torch.zeros_like(probabilities).scatter_(1, order[:, : form.top_k], largest)
+    return torch.cat((chosen, weights), dim=1)
+
+
+def _whole(size: int) -> Share:
+    return Share(0, size, size)
