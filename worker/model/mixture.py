@@ -4,6 +4,9 @@
     y = sum of p[e] * expert[e](x)                 over the top_k experts e with the largest p
         + sigmoid(shared_gate(x)) * shared(x)      if there is a shared expert
 
+One C++ call computes the block if all weights are in panels (mixture.h); otherwise a loop over the
+experts does, each with just the tokens that chose it.
+
 The router is held by every rank, and one sum over the ranks makes the result of the whole block. A
 router's near tie is decided alike on all ranks, because they have the same hidden states and run
 the same code; ranks on different CPUs need EVERLIFT_CPU_LEVEL for that.
@@ -16,6 +19,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from worker.model.compiled_mixture import CompiledMixture, compiled_mixture
 from worker.model.layers import ColumnLinear, Part, Piece, Placement
 from worker.model.matrix import Packing
 from worker.model.mlp import Mlp
@@ -32,6 +36,7 @@ class Mixture:
 
     def __init__(self, name: str, experts: Experts, spec: ModelSpec, place: Placement) -> None:
         self.form = experts
+        self.activation = spec.activation
         self.group = place.group
         linears, size = spec.tensors.expert_linears, experts.intermediate_size
         #: all experts by number, followed by the shared one
@@ -46,12 +51,17 @@ class Mixture:
             outputs.append(Part(f"{name}.shared_expert_gate", 1, _whole(1)))
         #: outputs: a logit of each expert, and the shared expert's gate
         self.router = ColumnLinear(tuple(outputs), spec.hidden_size, False, place)
+        #: the C++ call, if all weights are in panels
+        self.compiled: CompiledMixture | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(self.partial(x))
 
     def partial(self, x: Tensor) -> Tensor:
         """Return this rank's part of the result; the sum over the ranks is the result."""
+        return self._loop(x) if self.compiled is None else self.compiled(x)
+
+    def _loop(self, x: Tensor) -> Tensor:
         weights = expert_weights(self.router(x), self.form)
         chosen = weights.t() != 0
         tokens = chosen.nonzero()[:, 1].split_with_sizes(chosen.sum(dim=1).tolist())
@@ -66,6 +76,7 @@ class Mixture:
         self.router.pack(packing)
         for expert in self.experts:
             expert.pack(packing)
+        self.compiled = compiled_mixture(self.form, self.router, self.experts)
 
     def pieces(self) -> Iterator[Piece]:
         yield from self.router.pieces()

@@ -1,5 +1,6 @@
-// Packing of weights into panels, and products with them (panels.h).
+// Packing of weights into panels (panels.h), products with them, and mixtures of experts (mixture.h).
 
+#include "mixture.h"
 #include "panels.h"
 
 #include <memory>
@@ -50,6 +51,20 @@ void look_up(const Weight* panels, const float* scales, const size* ids, Stored*
              size inputs, int threads) {
   team::gather(threads, [&](team::Member& me) {
     me.share(number, 1, [&](size i) { row(panels, scales, ids[i], inputs, out + i * inputs); });
+  });
+}
+
+// Bytes of work space that `mix` needs for `tokens` tokens.
+size mixture_bytes(const mixture::Mixture* mixture, size tokens) {
+  return mixture::Space(*mixture, tokens, nullptr).bytes;
+}
+
+// Computes out [tokens, width] of x [tokens, width]. `memory` has mixture_bytes(mixture, tokens) bytes.
+void mix(const mixture::Mixture* mixture, const Stored* x, Stored* out, size tokens, char* memory,
+         int threads) {
+  const mixture::Space space(*mixture, tokens, memory);
+  team::gather(threads, [&](team::Member& me) {
+    mixture::Pass{me, *mixture, space, x, out, tokens}();
   });
 }
 

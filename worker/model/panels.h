@@ -78,6 +78,10 @@ struct Product {
   size rows, outputs, inputs;
 
   size packs() const { return (inputs + PACK - 1) / PACK; }
+  size chunks() const { return (rows + CHUNK - 1) / CHUNK; }
+  size tasks() const;
+  const Weight* panel(size task) const;
+  void compute(size task, const Weight* next) const;
 };
 
 // Memory to prefetch: `lines` cache lines for each UNROLLED packs of inputs that are multiplied.
@@ -230,18 +234,50 @@ void chunk(const Product<Out>& p, size row, size end, size output, const Weight*
   }
 }
 
+// A task is one panel and at most CHUNK rows. The tasks of a panel follow each other.
+template <class Out>
+size Product<Out>::tasks() const {
+  return (outputs + WIDTH - 1) / WIDTH * chunks();
+}
+
+template <class Out>
+const Weight* Product<Out>::panel(size task) const {
+  return panels + task / chunks() * WIDTH * packs() * PACK;
+}
+
+// Computes one task. `next` is the panel of this thread's next task, which is prefetched.
+template <class Out>
+void Product<Out>::compute(size task, const Weight* next) const {
+  const size row = task % chunks() * CHUNK, output = task / chunks() * WIDTH;
+  chunk(*this, row, std::min(rows, row + CHUNK), output, next);
+}
+
 template <class Out>
 void multiply(team::Member& me, const Product<Out>& p) {
-  const size chunks = (p.rows + CHUNK - 1) / CHUNK;
-  const size tasks = (p.outputs + WIDTH - 1) / WIDTH * chunks;
+  const size tasks = p.tasks();
   me.share(tasks, 1, [&](size task) {
-    const size row = task % chunks * CHUNK, output = task / chunks * WIDTH;
     // Prediction of this thread's next panel, which is right if all threads advance at the same speed.
-    const size next = std::min(task + me.threads, tasks - 1);
-    chunk(p, row, std::min(p.rows, row + CHUNK), output,
-          p.panels + next / chunks * WIDTH * p.packs() * PACK);
+    p.compute(task, p.panel(std::min(task + me.threads, tasks - 1)));
   });
 }
+
+// Linear layer; `bias` may be null.
+struct Linear {
+  const Weight* panels;
+  const float* scales;
+  const Stored* bias;
+  size outputs, inputs;
+
+  template <class Out>
+  Product<Out> product(const Stored* x, Out* y, size rows) const {
+    return {x, panels, scales, bias, y, rows, outputs, inputs};
+  }
+
+  template <class Out>
+  void operator()(team::Member& me, const Stored* x, Out* y, size rows) const {
+    multiply(me, product(x, y, rows));
+  }
+};
 
 // Writes row `output` of the weight in panels to out [inputs].
 inline void row(const Weight* panels, const float* scales, size output, size inputs, Stored* out) {

@@ -36,6 +36,15 @@ _QUANTISED_TOGETHER = 1024
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
+class NativeLinear(ctypes.Structure):
+    """Linear of panels.h: the addresses of a weight in panels and of its bias."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("panels", "scales", "bias")),
+        *((name, ctypes.c_int64) for name in ("outputs", "inputs")),
+    )
+
+
 class Panels:
     """Weight [outputs, inputs] in panels.
 
@@ -53,7 +62,7 @@ class Panels:
         scales: Tensor | None = None,
     ) -> None:
         """Create the weight; ``dtype`` is the type of its inputs and outputs."""
-        self._library = library
+        self.library = library
         self._panels = panels
         self._dtype = dtype
         self._scales = scales
@@ -66,7 +75,7 @@ class Panels:
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         x = self._input(x)
         y = x.new_empty(len(x), self.outputs)
-        self._library.multiply(
+        self.library.multiply(
             x.data_ptr(),
             self.address,
             self.scales_address,
@@ -79,7 +88,7 @@ class Panels:
     def multiply_to_fp32(self, x: Tensor) -> Tensor:
         x = self._input(x)
         y = torch.empty(len(x), self.outputs)
-        self._library.multiply_to_fp32(
+        self.library.multiply_to_fp32(
             x.data_ptr(), self.address, self.scales_address, y.data_ptr(), *self._size(x)
         )
         return y
@@ -89,10 +98,15 @@ class Panels:
         out = torch.empty(len(ids), self.inputs, dtype=self._dtype)
         size = len(ids), self.inputs
         threads = _num_threads(math.prod(size))
-        self._library.look_up(
+        self.library.look_up(
             self.address, self.scales_address, ids.data_ptr(), out.data_ptr(), *size, threads
         )
         return out
+
+    def native(self, bias: Tensor | None) -> NativeLinear:
+        """Return the structure for C++; it is valid as long as this weight and ``bias`` exist."""
+        address = None if bias is None else bias.data_ptr()
+        return NativeLinear(self.address, self.scales_address, address, self.outputs, self.inputs)
 
     def _input(self, x: Tensor) -> Tensor:
         assert x.dtype == self._dtype and x.shape[1] == self.inputs

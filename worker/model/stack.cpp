@@ -8,28 +8,18 @@
 // Compiled for one head dimension, one type of weights and one type of all other elements.
 
 #include "../attention/paged.h"
+#include "mixture.h"
 #include "panels.h"
 #include "pointwise.h"
 
 namespace [[gnu::visibility("hidden")]] stack {
 
 using size = std::int64_t;
+using panels::Linear;
 using pointwise::Angles;
 using pointwise::Norm;
 using element::Stored;
 using team::Member;
-
-struct Linear {
-  const panels::Weight* panels;
-  const float* scales;
-  const Stored* bias;  // or null
-  size outputs, inputs;
-
-  template <class Out>
-  void operator()(Member& me, const Stored* x, Out* y, size tokens) const {
-    panels::multiply(me, panels::Product<Out>{x, panels, scales, bias, y, tokens, outputs, inputs});
-  }
-};
 
 // Embedding rows of the tokens from `start` to before `stop` out of `vocab`, in panels or row-major. Other
 // tokens, which other ranks hold, have rows of zeros.
@@ -61,7 +51,8 @@ struct Layer {
   paged::Form form;
   size angles;  // index in Stack.angles
   Norm before_mlp, after_mlp;
-  Linear gate_up, down;
+  Linear gate_up, down;              // not read if the layer has a mixture of experts
+  const mixture::Mixture* mixture;  // or null
 };
 
 // Replaces `number` elements by their sums over the ranks.
@@ -72,7 +63,7 @@ struct Stack {
   const Angles* angles;  // tables with one row for each of `positions` positions
   size positions;
   const Layer* layers;
-  size num_layers, width, heads, kv_heads, intermediate, activation;
+  size num_layers, width, heads, kv_heads, activation;
   float residual_multiplier;
   Norm norm;
   Linear head;
@@ -89,9 +80,10 @@ struct Tokens {
   size num_sites;
 };
 
-// Buffers [tokens][..] for the intermediate results of a layer.
+// Buffers [tokens][..] for the intermediate results of a layer, and memory for those of a mixture.
 struct Space {
   Stored *normed, *qkv, *attended, *added, *gate_up, *gated;
+  char* mixture;
 };
 
 struct Pass {
@@ -120,10 +112,7 @@ struct Pass {
       finish_added(layer.after_attention, number);
       pointwise::sum_and_norm(me, hidden, space.added, layer.before_mlp, space.normed, number,
                               stack.width);
-      layer.gate_up(me, space.normed, space.gate_up, number);
-      pointwise::gate(me, pointwise::Activation(stack.activation), space.gate_up, space.gated,
-                      number, stack.intermediate);
-      layer.down(me, space.gated, space.added, number);
+      transform(layer, number);
       finish_added(layer.after_mlp, number);
     }
     pointwise::sum(me, hidden, space.added, number, stack.width);
@@ -146,6 +135,19 @@ struct Pass {
     paged::write(me, cache, step, index, heads(key, stride), heads(value, stride));
     paged::attend(me, cache, step, index, heads(query, stride),
                   space.attended, stack.heads, layer.form);
+  }
+
+  // MLP or mixture of experts.
+  void transform(const Layer& layer, size number) const {
+    if (layer.mixture) {
+      const mixture::Space inner(*layer.mixture, number, space.mixture);
+      mixture::Pass{me, *layer.mixture, inner, space.normed, space.added, number}();
+      return;
+    }
+    layer.gate_up(me, space.normed, space.gate_up, number);
+    pointwise::gate(me, pointwise::Activation(stack.activation), space.gate_up, space.gated, number,
+                    layer.down.inputs);
+    layer.down(me, space.gated, space.added, number);
   }
 
   // Moves the rows of the sites to the front, and returns the number of sites. The rows of other tokens are

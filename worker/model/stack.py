@@ -26,13 +26,14 @@ from worker.attention.cpu import (
     compiled_kernel,
     native_form,
 )
+from worker.model.compiled_mixture import native_linear
 from worker.model.compiled_pointwise import ACTIVATIONS, CompiledPointwise
 from worker.model.decoder import Layer, LayerByLayer, Stack
 from worker.model.layers import ColumnLinear, RmsNorm, RowLinear, VocabTable
-from worker.model.matrix import Form, Plain
+from worker.model.matrix import Plain
 from worker.model.mixture import Mixture
 from worker.model.mlp import Mlp
-from worker.model.panels import Panels, panel_flags
+from worker.model.panels import NativeLinear, Panels, panel_flags
 from worker.model.rope import RotaryTable
 from worker.native import native
 
@@ -48,21 +49,15 @@ class _Norm(ctypes.Structure):
     _fields_ = (("weight", _POINTER), ("eps", ctypes.c_float), ("one", ctypes.c_float))
 
 
-class _Linear(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("panels", "scales", "bias")),
-        *((name, _SIZE) for name in ("outputs", "inputs")),
-    )
-
-
 class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, _Norm) for name in ("before_attention", "query", "key", "after_attention")),
-        *((name, _Linear) for name in ("qkv", "out")),
+        *((name, NativeLinear) for name in ("qkv", "out")),
         ("form", NativeForm),
         ("angles", _SIZE),
         *((name, _Norm) for name in ("before_mlp", "after_mlp")),
-        *((name, _Linear) for name in ("gate_up", "down")),
+        *((name, NativeLinear) for name in ("gate_up", "down")),
+        ("mixture", _POINTER),
     )
 
 
@@ -85,10 +80,10 @@ class _Stack(ctypes.Structure):
         ("positions", _SIZE),
         ("layers", _POINTER),
         *((name, _SIZE) for name in ("num_layers", "width", "heads", "kv_heads")),
-        *((name, _SIZE) for name in ("intermediate", "activation")),
+        ("activation", _SIZE),
         ("residual_multiplier", ctypes.c_float),
         ("norm", _Norm),
-        ("head", _Linear),
+        ("head", NativeLinear),
         ("sum_over_ranks", _SumOverRanks),
     )
 
@@ -104,7 +99,8 @@ class _Tokens(ctypes.Structure):
 
 class _Space(ctypes.Structure):
     _fields_ = tuple(
-        (name, _POINTER) for name in ("normed", "qkv", "attended", "added", "gate_up", "gated")
+        (name, _POINTER)
+        for name in ("normed", "qkv", "attended", "added", "gate_up", "gated", "mixture")
     )
 
 
@@ -145,17 +141,23 @@ class CompiledStack:
         self._stack = _stack(plain, self._layers, self._angles)
         if self._group.size > 1:
             self._stack.sum_over_ranks = _SumOverRanks(self._sum_over_ranks)
+        self._mixtures = [
+            layer.mlp.compiled
+            for layer in plain.layers
+            if isinstance(layer.mlp, Mixture) and layer.mlp.compiled is not None
+        ]
         first = layers[0]
-        #: elements per token of each field of _Space
+        #: elements per token of each field of _Space but the last
         self._widths = (
             first.qkv.inputs,
             first.qkv.outputs,
             first.out.inputs,
             first.out.outputs,
-            first.gate_up.outputs,
-            first.down.inputs,
+            max(layer.gate_up.outputs for layer in layers),
+            max(layer.down.inputs for layer in layers),
         )
         self._memory = torch.empty(0, dtype=self._dtype)
+        self._mixture_memory = torch.empty(0, dtype=torch.uint8)
         self._logits_memory = torch.empty(0)
         #: work space within ``_memory``, and the number of tokens that fit
         self._space, self._capacity = _Space(), 0
@@ -233,10 +235,15 @@ class CompiledStack:
         if tokens > self._capacity:
             # Free the old memory before the new memory is allocated.
             self._memory = torch.empty(0, dtype=self._dtype)
+            self._mixture_memory = torch.empty(0, dtype=torch.uint8)
             self._memory = torch.empty(tokens * sum(self._widths), dtype=self._dtype)
+            num_bytes = max((mixture.num_bytes(tokens) for mixture in self._mixtures), default=0)
+            self._mixture_memory = torch.empty(num_bytes, dtype=torch.uint8)
             self._capacity = tokens
             parts = self._memory.split_with_sizes([tokens * width for width in self._widths])
-            self._space = _Space(*(part.data_ptr() for part in parts))
+            self._space = _Space(
+                *(part.data_ptr() for part in parts), self._mixture_memory.data_ptr()
+            )
         return self._space
 
 
@@ -280,9 +287,11 @@ def _has_supported_tables(plain: LayerByLayer) -> bool:
 
 def _is_supported(layer: Layer) -> bool:
     attention, mlp = layer.attention, layer.mlp
-    if isinstance(mlp, Mixture):
+    linears: list[ColumnLinear | RowLinear] = [attention.qkv, attention.out]
+    if isinstance(mlp, Mlp):
+        linears += [mlp.gate_up, mlp.down]
+    elif mlp.compiled is None:
         return False
-    linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
     return (
         isinstance(attention.pointwise, CompiledPointwise)
         and all(isinstance(linear.weight.form, Panels) for linear in linears)
@@ -294,7 +303,8 @@ def _stack(
     plain: LayerByLayer, layers: ctypes.Array[_Layer], angles: ctypes.Array[_Angles]
 ) -> _Stack:
     attention, mlp = plain.layers[0].attention, plain.layers[0].mlp
-    assert isinstance(mlp, Mlp)
+    head = plain.head.weight.form
+    assert isinstance(head, Panels)
     return _Stack(
         embedding=_embedding(plain.embedding, plain.embedding_multiplier),
         angles=ctypes.addressof(angles),
@@ -304,11 +314,10 @@ def _stack(
         width=layers[0].out.outputs,
         heads=attention.num_query,
         kv_heads=attention.num_rotated - attention.num_query,
-        intermediate=layers[0].down.inputs,
         activation=ACTIVATIONS[mlp.activation],
         residual_multiplier=plain.layers[0].around_mlp.multiplier,
         norm=_norm(plain.norm),
-        head=_weight(plain.head.weight.form, None),
+        head=head.native(None),
     )
 
 
@@ -330,21 +339,27 @@ def _angles(table: RotaryTable) -> _Angles:
 
 def _layer(layer: Layer, table: int) -> _Layer:
     attention, mlp = layer.attention, layer.mlp
-    assert isinstance(mlp, Mlp)
     norms = attention.norms
+    if isinstance(mlp, Mlp):
+        gate_up, down, mixture = native_linear(mlp.gate_up), native_linear(mlp.down), None
+    else:
+        assert mlp.compiled is not None
+        gate_up, down = NativeLinear(), NativeLinear()
+        mixture = ctypes.addressof(mlp.compiled.native)
     return _Layer(
         before_attention=_norm(layer.around_attention.before),
         query=_norm(norms.query if norms else None),
         key=_norm(norms.key if norms else None),
         after_attention=_norm(layer.around_attention.after),
-        qkv=_linear(attention.qkv),
-        out=_linear(attention.out),
+        qkv=native_linear(attention.qkv),
+        out=native_linear(attention.out),
         form=native_form(attention.form, None),
         angles=table,
         before_mlp=_norm(layer.around_mlp.before),
         after_mlp=_norm(layer.around_mlp.after),
-        gate_up=_linear(mlp.gate_up),
-        down=_linear(mlp.down),
+        gate_up=gate_up,
+        down=down,
+        mixture=mixture,
     )
 
 
@@ -352,17 +367,6 @@ def _norm(norm: RmsNorm | None) -> _Norm:
     if norm is None:
         return _Norm(None, 0.0, 0.0)
     return _Norm(norm.weight.data_ptr(), norm.eps, float(norm.add_one))
-
-
-def _linear(linear: ColumnLinear | RowLinear) -> _Linear:
-    bias = linear.own_bias if isinstance(linear, RowLinear) else linear.bias
-    return _weight(linear.weight.form, bias)
-
-
-def _weight(form: Form, bias: Tensor | None) -> _Linear:
-    assert isinstance(form, Panels)
-    address = None if bias is None else bias.data_ptr()
-    return _Linear(form.address, form.scales_address, address, form.outputs, form.inputs)
 
 
 def _ints(values: Tensor) -> int:

@@ -32,12 +32,6 @@ MIXED: list[Step] = [
     [(2, 1), (0, 62)],
     [(2, 5)],
 ]
-#: Families with an MLP in every layer; the others run layer by layer.
-DENSE = {
-    name: checkpoint
-    for name, checkpoint in CHECKPOINTS.items()
-    if "num_experts_per_tok" not in checkpoint.sizes
-}
 FP32, BF16 = torch.float32, torch.bfloat16
 #: Types of activations and of weights.
 every_type = pytest.mark.parametrize(
@@ -65,6 +59,10 @@ def stepped(
     return SteppedDecoder(saved, MAX_POSITION, dtype=dtype, weights_dtype=weights, **options)
 
 
+def has_experts(checkpoint: Checkpoint) -> bool:
+    return "num_experts_per_tok" in checkpoint.sizes
+
+
 def assert_bits_of_layer_by_layer(model: SteppedDecoder, steps: list[Step]) -> None:
     got = model.logits(SEQUENCES, steps)
     model.decoder.stack = model.decoder.layer_by_layer
@@ -74,7 +72,7 @@ def assert_bits_of_layer_by_layer(model: SteppedDecoder, steps: list[Step]) -> N
 
 
 @every_type
-@pytest.mark.parametrize("name", [*DENSE])
+@pytest.mark.parametrize("name", [*CHECKPOINTS])
 def test_compiled_stack_is_bit_identical_to_layer_by_layer(
     name: str, types: Types, tmp_path: Path
 ) -> None:
@@ -90,7 +88,7 @@ def test_compiled_stack_is_bit_identical_to_layer_by_layer(
         assert torch.equal(other, reference)
 
 
-@pytest.mark.parametrize("name", [*DENSE])
+@pytest.mark.parametrize("name", [*CHECKPOINTS])
 def test_hidden_states_of_a_subset_equal_those_of_all_tokens(name: str, tmp_path: Path) -> None:
     model = stepped(CHECKPOINTS[name], tmp_path)
     ends = [sum(LENGTHS[: i + 1]) - 1 for i in range(len(LENGTHS))]
@@ -143,7 +141,7 @@ def test_gelu_stack_is_bit_identical_to_layer_by_layer(types: Types, tmp_path: P
     assert_bits_of_layer_by_layer(model, WHOLE)
 
 
-@pytest.mark.parametrize("name", [*DENSE])
+@pytest.mark.parametrize("name", [*(n for n, c in CHECKPOINTS.items() if not has_experts(c))])
 def test_int8_stack_is_bit_identical_to_layer_by_layer(name: str, tmp_path: Path) -> None:
     model = stepped(CHECKPOINTS[name], tmp_path, packed=torch.int8)
     assert isinstance(model.decoder.stack, CompiledStack)
@@ -156,7 +154,7 @@ def test_fp16_weights_run_layer_by_layer(tmp_path: Path) -> None:
     assert isinstance(model.decoder.stack, LayerByLayer)
 
 
-@pytest.mark.parametrize("name", [*DENSE])
+@pytest.mark.parametrize("name", [*CHECKPOINTS])
 def test_bf16_weights_are_multiplied_in_fp32(name: str, tmp_path: Path) -> None:
     """The same bits as those weights make when they are stored as fp32."""
     exact = stepped(CHECKPOINTS[name], tmp_path / "fp32", (FP32, BF16))

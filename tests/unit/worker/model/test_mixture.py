@@ -15,6 +15,7 @@ from tests.support.worker.packings import panels_or_skip
 from tests.support.worker.weights_support import Rank
 from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.layers import Placement
+from worker.model.matrix import are_close
 from worker.model.mixture import Mixture, expert_weights
 from worker.model.spec import Experts, LayerSpec, ModelSpec, Rope
 from worker.parallel.group import Group
@@ -68,6 +69,7 @@ def mixture(
 def packed(form: Experts, tensors: Tensors, types: tuple[torch.dtype, torch.dtype]) -> Mixture:
     made = mixture(form, tensors, types=types)
     made.pack(panels_or_skip(*types))
+    assert made.compiled is not None
     return made
 
 
@@ -211,6 +213,20 @@ def test_mixture_accepts_no_tokens(is_packed: bool) -> None:
     tensors, types = random_tensors(EXPERTS), (FP32, FP32)
     made = packed(EXPERTS, tensors, types) if is_packed else mixture(EXPERTS, tensors)
     assert made(random_rows(0)).shape == (0, HIDDEN)
+
+
+@every_form
+@every_type
+@pytest.mark.parametrize("number", [1, 16, 300])
+def test_compiled_mixture_matches_the_loop_over_experts(
+    form: Experts, types: tuple[torch.dtype, torch.dtype], number: int
+) -> None:
+    x = random_rows(number).to(types[0])
+    made = packed(form, random_tensors(form), types)
+    compiled = made(x)
+    made.compiled = None
+    # The loop rounds each expert's result to bf16.
+    assert are_close(compiled, made(x), 4 * HIDDEN)
 
 
 def test_expert_weights_are_normalised_on_request() -> None:
