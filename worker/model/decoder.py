@@ -11,8 +11,8 @@ A layer may have a mixture of experts (mixture.py) in place of the second branch
 
 The result of a branch is not added to h at once: the next norm adds it in the same pass over h.
 
-The spec may add norms of each head before rotation, norms of each branch's result, and factors of
-the embedding, of each branch's result and of the logits.
+The spec may add norms and clipping of queries and keys before rotation, norms of each branch's
+result, and factors of the embedding, of each branch's result and of the logits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from worker.model.matrix import Packing
 from worker.model.mixture import Mixture
 from worker.model.mlp import Mlp
 from worker.model.rope import Angle, RotaryTable
-from worker.model.sharing import share_heads
+from worker.model.sharing import HeadShare, share_heads
 from worker.model.spec import Experts, LayerSpec, ModelSpec
 from worker.parallel.stand_in import ExchangedTensors
 
@@ -65,6 +65,58 @@ class HeadNorms:
         yield from self.key.pieces()
 
 
+class AllHeadsNorms:
+    """RMS norms of all query heads together, and of all key heads, over the ranks.
+
+    With several ranks a call is a collective: it sums the squares of each token's features.
+    """
+
+    def __init__(self, name: str, spec: ModelSpec, heads: HeadShare, place: Placement) -> None:
+        self._head_dim = spec.head_dim
+        self._group = place.group
+        self._pointwise = place.pointwise
+        self.eps = spec.norm_eps
+        query, kv = heads.query.of(spec.head_dim), heads.kv.of(spec.head_dim)
+        sizes = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self._parts = (
+            Part(f"{name}.q_norm.weight", sizes[0], query),
+            Part(f"{name}.k_norm.weight", sizes[1], kv),
+        )
+        #: weights of queries and keys; those of padding are 0
+        self.query, self.key = (place.empty(part.share.width).zero_() for part in self._parts)
+        self._num_features = torch.tensor(sizes, device=place.device)
+        # A key head that several ranks hold is summed by one of them.
+        others = range(place.group.rank)
+        shares = (
+            share_heads(spec.num_heads, spec.num_kv_heads, place.group.size, r) for r in others
+        )
+        self._sums_keys = all(share.kv != heads.kv for share in shares)
+
+    def __call__(self, heads: Tensor, num_query: int) -> Tensor:
+        """Return ``heads`` [T, heads, head_dim], normed.
+
+        The first ``num_query`` heads are query heads; the others are key heads.
+        """
+        query, key = (part.flatten(1) for part in heads.tensor_split([num_query], dim=1))
+        if self._group.size == 1:
+            query = self._pointwise.norm(query, self.query, self.eps, False)
+            key = self._pointwise.norm(key, self.key, self.eps, False)
+            return torch.cat((query, key), dim=1).view(heads.shape)
+        query, key = query.float(), key.float()
+        squares = torch.stack((query.square().sum(1), key.square().sum(1)), dim=1)
+        if not self._sums_keys:
+            squares[:, 1] = 0
+        factors = (self._group.all_reduce(squares) / self._num_features + self.eps).rsqrt()
+        query = query * factors[:, :1] * self.query
+        key = key * factors[:, 1:] * self.key
+        return torch.cat((query, key), dim=1).to(heads.dtype).view(heads.shape)
+
+    def pieces(self) -> Iterator[Piece]:
+        for part, weight in zip(self._parts, (self.query, self.key), strict=True):
+            into = weight[: part.share.num_items]
+            yield Piece(part.name, (part.size,), (part.local_features,), into)
+
+
 class Attention:
     def __init__(self, layer: int, spec: ModelSpec, form: AttentionForm, place: Placement) -> None:
         name = f"{spec.tensors.model}.layers.{layer}.self_attn"
@@ -83,7 +135,9 @@ class Attention:
         self.num_query = heads.query.width
         self.num_rotated = heads.query.width + heads.kv.width
         self.qkv = ColumnLinear(parts, spec.hidden_size, spec.qkv_bias, place)
-        self.norms = HeadNorms(name, spec, place) if spec.qk_norm else None
+        self.norms = _query_key_norms(name, spec, heads, place)
+        clip = spec.qkv_clip
+        self.clip = None if clip is None else _rounded(clip, place.dtype)
         out = Part(f"{name}.o_proj", all_query, query)
         self.out = RowLinear(out, spec.hidden_size, spec.out_bias, place)
         self.pointwise = place.pointwise
@@ -93,6 +147,8 @@ class Attention:
         rotated, value = qkv.tensor_split([self.num_rotated], dim=1)
         if self.norms is not None:
             rotated = self.norms(rotated, self.num_query)
+        if self.clip is not None:
+            rotated, value = (part.clamp(-self.clip, self.clip) for part in (rotated, value))
         query = self.pointwise.rotate_and_write(
             rotated, self.num_query, value, angle, self._layer, attention
         )
@@ -248,8 +304,13 @@ class Decoder:
             embedding if spec.tied_embeddings else self._own_head(),
         )
         self.stack: Stack = self.layer_by_layer
-        num_sums = 1 + 2 * len(spec.layers)  # one for the embedding, two for each layer
-        self.exchanged = ExchangedTensors(num_sums, width, embedding.share_width, place.dtype)
+        self.exchanged = ExchangedTensors(
+            len(spec.layers),
+            width,
+            embedding.share_width,
+            place.dtype,
+            sums_squares=spec.qk_norm == "all",
+        )
         #: whether the shapes of all operations follow from the number of tokens, as captured decode
         #: steps require; those of a mixture of experts depend on the router's choices
         self.has_fixed_shapes = not spec.has_experts
@@ -331,6 +392,16 @@ def _norm(name: str, width: int, spec: ModelSpec, place: Placement) -> RmsNorm:
     return RmsNorm(name, width, spec.norm_eps, spec.norms_add_one, place)
 
 
+def _query_key_norms(
+    name: str, spec: ModelSpec, heads: HeadShare, place: Placement
+) -> HeadNorms | AllHeadsNorms | None:
+    if spec.qk_norm is None:
+        return None
+    if spec.qk_norm == "head":
+        return HeadNorms(name, spec, place)
+    return AllHeadsNorms(name, spec, heads, place)
+
+
 def _norm_names(post_norms: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if post_norms:
         return (
@@ -346,5 +417,5 @@ def _form(spec: ModelSpec, layer: LayerSpec, max_model_len: int) -> AttentionFor
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:
-    """Return ``value`` rounded to ``dtype``, since the model was trained with the rounded one."""
+    """Return ``value`` rounded to ``dtype``, in which the model computes with it."""
     return torch.tensor(value, dtype=dtype).item()

@@ -76,6 +76,13 @@ _QWEN3_MOE: Json = _QWEN_MOE | {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
 }
+_OLMOE: Json = _LLAMA | {
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+}
 _GEMMA: Json = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -156,7 +163,7 @@ def _qwen3(config: HfConfig) -> ModelSpec:
     config = config.with_defaults(_QWEN3)
     return replace(
         _spec(config, _qwen_layers(config)),
-        qk_norm=True,
+        qk_norm="head",
         qkv_bias=config.flag("attention_bias"),
         out_bias=config.flag("attention_bias"),
     )
@@ -208,7 +215,27 @@ def _qwen3_moe(config: HfConfig) -> ModelSpec:
     layers = _alike(config, read_rope(config, _head_dim(config)), _qwen_window(config))
     return replace(
         _spec(config, _with_experts(config, layers, _qwen_experts(config, number))),
-        qk_norm=True,
+        qk_norm="head",
+        qkv_bias=config.flag("attention_bias"),
+        out_bias=config.flag("attention_bias"),
+    )
+
+
+def _olmoe(config: HfConfig) -> ModelSpec:
+    config = config.with_defaults(_OLMOE)
+    width = config.positive("hidden_size") // config.positive("num_attention_heads")
+    config.refuse_unless("head_dim", width)
+    experts = _experts(
+        config,
+        config.positive("num_experts"),
+        config.positive("intermediate_size"),
+        config.flag("norm_topk_prob"),
+    )
+    layers = _alike(config, read_rope(config, _head_dim(config)), window=None)
+    return replace(
+        _spec(config, [replace(layer, experts=experts) for layer in layers]),
+        qk_norm="all",
+        qkv_clip=config.optional_number("clip_qkv"),
         qkv_bias=config.flag("attention_bias"),
         out_bias=config.flag("attention_bias"),
     )
@@ -253,7 +280,7 @@ def _gemma3(config: HfConfig) -> ModelSpec:
     config = config.with_defaults(_GEMMA3)
     config.refuse_unless("attn_logit_softcapping")
     layers = _gemma_layers(config, _gemma3_ropes(config), config.positive("sliding_window_pattern"))
-    return replace(_gemma(config, layers), qk_norm=True)
+    return replace(_gemma(config, layers), qk_norm="head")
 
 
 def _gemma3_multimodal(config: HfConfig) -> ModelSpec:
@@ -339,6 +366,7 @@ _ADAPTERS: dict[str, Callable[[HfConfig], ModelSpec]] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
     "MixtralForCausalLM": _mixtral,
+    "OlmoeForCausalLM": _olmoe,
     "Phi3ForCausalLM": _phi3,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen2MoeForCausalLM": _qwen2_moe,

@@ -8,6 +8,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -100,6 +101,16 @@ inline void scale(Member& me, Stored* hidden, float factor, size tokens, size wi
     for (size i = 0; i < width; ++i) {
       Stored& x = hidden[token * width + i];
       x = narrow(wide(x) * factor);
+    }
+  });
+}
+
+// Limits x [tokens, width] to the range from -limit to limit; NaN stays NaN.
+inline void clip(Member& me, Stored* x, float limit, size tokens, size width) {
+  me.share(tokens, TOGETHER, [=](size token) {
+    for (size i = 0; i < width; ++i) {
+      Stored& value = x[token * width + i];
+      value = narrow(std::min(std::max(wide(value), -limit), limit));
     }
   });
 }

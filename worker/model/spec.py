@@ -162,8 +162,10 @@ class ModelSpec:
     #: bias of the projection from the heads back to the hidden state
     out_bias: bool = False
     mlp_bias: bool = False
-    #: a norm over each head of queries and keys, before their rotation
-    qk_norm: bool = False
+    #: norms of queries and keys before their rotation: of each head, or of all heads together
+    qk_norm: Literal["head", "all"] | None = None
+    #: largest magnitude of queries, keys and values, to which they are clipped before rotation
+    qkv_clip: float | None = None
     activation: Activation = "silu"
     #: norms multiply by 1 + weight, and round only the final result
     norms_add_one: bool = False

@@ -64,7 +64,9 @@ struct Stack {
   size positions;
   const Layer* layers;
   size num_layers, width, heads, kv_heads, activation;
+  size norms_all;  // whether the norms of queries and keys are over all heads together
   float residual_multiplier;
+  float clip;  // largest magnitude of queries, keys and values; 0: none
   Norm norm;
   Linear head;
   SumOverRanks sum_over_ranks;  // null if there is only one rank
@@ -126,15 +128,21 @@ struct Pass {
     Stored* key = query + stack.heads * HEAD_DIM;
     Stored* value = query + turned * HEAD_DIM;
     layer.qkv(me, space.normed, space.qkv, number);
-    if (layer.query.weight)
-      pointwise::norm_heads(me, query, stride, layer.query, number, stack.heads, HEAD_DIM);
-    if (layer.key.weight)
-      pointwise::norm_heads(me, key, stride, layer.key, number, stack.kv_heads, HEAD_DIM);
+    norm_heads(layer.query, query, stride, stack.heads);
+    norm_heads(layer.key, key, stride, stack.kv_heads);
+    if (stack.clip != 0.0f) pointwise::clip(me, space.qkv, stack.clip, number, stride);
     pointwise::rotate(me, query, stride, stack.angles[layer.angles], tokens.positions, number,
                       turned, HEAD_DIM);
     paged::write(me, cache, step, index, heads(key, stride), heads(value, stride));
     paged::attend(me, cache, step, index, heads(query, stride),
                   space.attended, stack.heads, layer.form);
+  }
+
+  void norm_heads(const Norm& norm, Stored* first, size stride, size heads) const {
+    if (!norm.weight) return;
+    const size together = stack.norms_all ? heads : 1;
+    pointwise::norm_heads(me, first, stride, norm, tokens.number, heads / together,
+                          together * HEAD_DIM);
   }
 
   // MLP or mixture of experts.

@@ -28,7 +28,7 @@ from worker.attention.cpu import (
 )
 from worker.model.compiled_mixture import native_linear
 from worker.model.compiled_pointwise import ACTIVATIONS, CompiledPointwise
-from worker.model.decoder import Layer, LayerByLayer, Stack
+from worker.model.decoder import AllHeadsNorms, Layer, LayerByLayer, Stack
 from worker.model.layers import ColumnLinear, RmsNorm, RowLinear, VocabTable
 from worker.model.matrix import Plain
 from worker.model.mixture import Mixture
@@ -80,8 +80,8 @@ class _Stack(ctypes.Structure):
         ("positions", _SIZE),
         ("layers", _POINTER),
         *((name, _SIZE) for name in ("num_layers", "width", "heads", "kv_heads")),
-        ("activation", _SIZE),
-        ("residual_multiplier", ctypes.c_float),
+        *((name, _SIZE) for name in ("activation", "norms_all")),
+        *((name, ctypes.c_float) for name in ("residual_multiplier", "clip")),
         ("norm", _Norm),
         ("head", NativeLinear),
         ("sum_over_ranks", _SumOverRanks),
@@ -233,7 +233,8 @@ class CompiledStack:
     def _space_for(self, tokens: int) -> _Space:
         """Return work space for at least ``tokens`` tokens, which later steps reuse."""
         if tokens > self._capacity:
-            # Free the old memory before the new memory is allocated.
+            # Free the old memory before the new memory is allocated, which may fail.
+            self._capacity = 0
             self._memory = torch.empty(0, dtype=self._dtype)
             self._mixture_memory = torch.empty(0, dtype=torch.uint8)
             self._memory = torch.empty(tokens * sum(self._widths), dtype=self._dtype)
@@ -296,6 +297,7 @@ def _is_supported(layer: Layer) -> bool:
         isinstance(attention.pointwise, CompiledPointwise)
         and all(isinstance(linear.weight.form, Panels) for linear in linears)
         and attention.form.sinks is None
+        and not (isinstance(attention.norms, AllHeadsNorms) and attention.out.group.size > 1)
     )
 
 
@@ -315,7 +317,9 @@ def _stack(
         heads=attention.num_query,
         kv_heads=attention.num_rotated - attention.num_query,
         activation=ACTIVATIONS[mlp.activation],
+        norms_all=isinstance(attention.norms, AllHeadsNorms),
         residual_multiplier=plain.layers[0].around_mlp.multiplier,
+        clip=attention.clip or 0.0,
         norm=_norm(plain.norm),
         head=head.native(None),
     )
@@ -339,7 +343,12 @@ def _angles(table: RotaryTable) -> _Angles:
 
 def _layer(layer: Layer, table: int) -> _Layer:
     attention, mlp = layer.attention, layer.mlp
-    norms = attention.norms
+    if isinstance(attention.norms, AllHeadsNorms):
+        weights = attention.norms.query, attention.norms.key
+        query, key = (_Norm(weight.data_ptr(), attention.norms.eps, 0.0) for weight in weights)
+    else:
+        norms = attention.norms
+        query, key = _norm(norms.query if norms else None), _norm(norms.key if norms else None)
     if isinstance(mlp, Mlp):
         gate_up, down, mixture = native_linear(mlp.gate_up), native_linear(mlp.down), None
     else:
@@ -348,8 +357,8 @@ def _layer(layer: Layer, table: int) -> _Layer:
         mixture = ctypes.addressof(mlp.compiled.native)
     return _Layer(
         before_attention=_norm(layer.around_attention.before),
-        query=_norm(norms.query if norms else None),
-        key=_norm(norms.key if norms else None),
+        query=query,
+        key=key,
         after_attention=_norm(layer.around_attention.after),
         qkv=native_linear(attention.qkv),
         out=native_linear(attention.out),

@@ -19,16 +19,19 @@ from worker.parallel.group import Group
 
 @dataclass(frozen=True, slots=True)
 class ExchangedTensors:
-    """Tensors that the ranks of a model exchange, all of ``dtype``.
+    """Tensors that the ranks of a model exchange, of ``dtype`` unless noted.
 
-    A forward pass of T tokens sums hidden states [T, ``hidden_size``] over the ranks ``num_sums``
-    times. For the logits of n hidden states each rank sends a shard [n, ``vocab_share``] to rank 0.
+    A forward pass of T tokens sums hidden states [T, ``hidden_size``] over the ranks once for the
+    embedding and twice for each layer. With ``sums_squares``, each layer first sums the squares of
+    queries and of keys, in fp32 [T, 2]. For the logits of n hidden states each rank sends a shard
+    [n, ``vocab_share``] to rank 0.
     """
 
-    num_sums: int
+    num_layers: int
     hidden_size: int
     vocab_share: int
     dtype: torch.dtype
+    sums_squares: bool = False
 
 
 class Collective(Protocol):
@@ -96,7 +99,11 @@ class StandIn:
         elements = max(
             most_tokens * exchanged.hidden_size, most_logits * exchanged.vocab_share * shards
         )
-        most = max(elements * exchanged.dtype.itemsize, most_broadcast * torch.int64.itemsize)
+        most = max(
+            elements * exchanged.dtype.itemsize,
+            most_tokens * 2 * torch.float32.itemsize,
+            most_broadcast * torch.int64.itemsize,
+        )
         self._buffer = torch.zeros(most, dtype=torch.uint8, device=device)
 
     def join(self, collectives: Sequence[Collective]) -> None:
@@ -107,7 +114,9 @@ class StandIn:
     def forward(self, num_tokens: int) -> list[Collective]:
         """Return the collectives of a forward pass of ``num_tokens`` tokens."""
         exchanged = self._exchanged
-        return [Sum((num_tokens, exchanged.hidden_size), exchanged.dtype)] * exchanged.num_sums
+        hidden = Sum((num_tokens, exchanged.hidden_size), exchanged.dtype)
+        squares = [Sum((num_tokens, 2), torch.float32)] if exchanged.sums_squares else []
+        return [hidden, *[*squares, hidden, hidden] * exchanged.num_layers]
 
     def logits(self, number: int) -> Collective:
         """Return the collective that gathers the logits of ``number`` hidden states."""

@@ -291,6 +291,28 @@ CHECKPOINTS = {
             "sliding_window": 40,
         },
     ),
+    "olmoe": Checkpoint(
+        "olmoe",
+        *(5, 5, 10),
+        {
+            "intermediate_size": 17,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+        },
+    ),
+    "olmoe, one KV head, clip, biases, normalised": Checkpoint(
+        "olmoe",
+        *(5, 1, 10),
+        {
+            "intermediate_size": 25,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            "clip_qkv": 0.9,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 #: Enough of a picture's way in for the checkpoint to have tensors of it.
 _VISION = {

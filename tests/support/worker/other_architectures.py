@@ -23,7 +23,6 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": 5,
 }
-_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _MIXED_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 #: A rotation of a part of each head.
 _PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
@@ -48,7 +47,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 20,
         "layer_types": _MIXED_LAYERS,
     },
-    "olmoe": _EXPERTS,
     "glm4": {"head_dim": 16, "rope_parameters": _PARTIAL},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "gemma": {"head_dim": 14},

@@ -117,6 +117,7 @@ def test_read_spec_distinguishes_unsupported_architecture(
 QWEN = {"architectures": ["Qwen2ForCausalLM"]}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"]}
 MIXTRAL = {"architectures": ["MixtralForCausalLM"]}
+OLMOE = {"architectures": ["OlmoeForCausalLM"]}
 QWEN_MOE = {"architectures": ["Qwen2MoeForCausalLM"]}
 
 
@@ -145,6 +146,8 @@ QWEN_MOE = {"architectures": ["Qwen2MoeForCausalLM"]}
         (GEMMA3 | {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
         (GEMMA3 | {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping"]),
         (MIXTRAL | {"num_experts_per_tok": 9}, ["num_experts_per_tok 9", "8 experts"]),
+        (OLMOE | {"head_dim": 16}, ["head_dim 16", "supported: 8"]),
+        (OLMOE | {"clip_qkv": "some"}, ["clip_qkv", "positive number"]),
         (QWEN_MOE | {"num_experts": 0}, ["num_experts", "positive"]),
         (QWEN_MOE | {"mlp_only_layers": "1"}, ["mlp_only_layers", "list of integers"]),
         (QWEN_MOE | {"norm_topk_prob": 1}, ["norm_topk_prob", "true or false"]),

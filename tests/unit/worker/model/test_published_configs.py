@@ -245,6 +245,22 @@ QWEN_3_30B_A3B = config(
     tie_word_embeddings=False,
     use_sliding_window=False,
 )
+OLMOE_1B_7B = config(
+    "OlmoeForCausalLM",
+    "olmoe",
+    (50304, 2048, 1024, 16, 16, 16),
+    attention_bias=False,
+    clip_qkv=None,
+    hidden_act="silu",
+    max_position_embeddings=4096,
+    norm_topk_prob=False,
+    num_experts=64,
+    num_experts_per_tok=8,
+    rms_norm_eps=1e-5,
+    rope_scaling=None,
+    rope_theta=10000.0,
+    tie_word_embeddings=False,
+)
 
 PUBLISHED: dict[str, Json] = {
     "Llama 2": LLAMA_2,
@@ -263,6 +279,7 @@ PUBLISHED: dict[str, Json] = {
     "Mixtral 8x7B": MIXTRAL_8X7B,
     "Qwen 1.5 MoE": QWEN_1_5_MOE,
     "Qwen 3 30B-A3B": QWEN_3_30B_A3B,
+    "OLMoE 1B-7B": OLMOE_1B_7B,
 }
 #: What files may leave out: its default is the family's.
 OPTIONAL = {
@@ -398,7 +415,7 @@ def test_qwen3_config_has_qk_norm_and_wide_heads(
     tmp_path: Path,
 ) -> None:
     spec = read(QWEN_3, tmp_path)
-    assert (spec.qk_norm, spec.head_dim, spec.qkv_bias) == (True, 128, False)
+    assert (spec.qk_norm, spec.head_dim, spec.qkv_bias) == ("head", 128, False)
 
 
 def test_gemma2_config_has_scales_softcaps_and_windows(tmp_path: Path) -> None:
@@ -481,3 +498,10 @@ def test_qwen3_moe_config_accepts_either_name_of_the_experts(tmp_path: Path) -> 
     del renamed["num_experts"]
     (experts,) = {layer.experts for layer in read(renamed, tmp_path).layers}
     assert experts is not None and experts.number == 64
+
+
+def test_olmoe_config_has_norms_of_all_heads_and_clip(tmp_path: Path) -> None:
+    spec = read(OLMOE_1B_7B, tmp_path)
+    assert (spec.qk_norm, spec.qkv_clip, spec.qkv_bias) == ("all", None, False)
+    assert {layer.experts for layer in spec.layers} == {Experts(64, 8, 1024, normalised=False)}
+    assert read(OLMOE_1B_7B | {"clip_qkv": 8.0}, tmp_path).qkv_clip == 8.0
