@@ -51,7 +51,7 @@ def random_checkpoint(rng: Random) -> Checkpoint:
         sizes["sliding_window"] = rng.randint(2, 90)
     heads = kv_heads * rng.randint(1, 3)
     # Some configurations know no other head size than hidden size over heads, some no remainder.
-    if base.model_type == "phi3":
+    if base.model_type in ("phi3", "olmoe"):
         sizes["hidden_size"] = heads * base.head_dim
     else:
         sizes["hidden_size"] = heads * rng.randint(2, max(2, WIDEST // heads))

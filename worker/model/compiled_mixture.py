@@ -43,12 +43,11 @@ class CompiledMixture:
         assert isinstance(panels, Panels)
         library = panels.library
         self._mix = library.mix
-        self._mix.argtypes = (
-            *(ctypes.POINTER(NativeMixture), _POINTER, _POINTER, _SIZE, _POINTER, ctypes.c_int),
-        )
+        native = ctypes.POINTER(NativeMixture)
+        self._mix.argtypes = (native, _POINTER, _POINTER, _SIZE, _POINTER, ctypes.c_int)
         self._mix.restype = None
         self._bytes = library.mixture_bytes
-        self._bytes.argtypes = (ctypes.POINTER(NativeMixture), _SIZE)
+        self._bytes.argtypes = (native, _SIZE)
         self._bytes.restype = _SIZE
         #: keeps the tensors alive that the structures point to
         self._parts = router, experts

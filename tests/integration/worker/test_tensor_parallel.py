@@ -45,6 +45,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "fewer KV heads than ranks, tied": {"num_key_value_heads": 1, "tie_word_embeddings": True},
 }
+#: Families that an engine serves too.
+SERVED = ("qwen2_moe, a dense layer", "olmoe, one KV head, clip, biases, normalised")
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         name: str(save_family(root / f"family {i}", checkpoint))
         for i, (name, checkpoint) in enumerate(CHECKPOINTS.items())
     }
+    models |= {name: families[name] for name in SERVED}
     task = {"models": [*models.values()], "families": [*families.values()], "logits": str(logits)}
     size, shares_memory = request.param
     return Ranks(models, families, run_ranks(task | {"shares_memory": shares_memory}, size), logits)
@@ -125,7 +128,7 @@ def rank_process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, *SERVED])
 def test_tensor_parallel_tokens_equal_those_of_one_rank(model: str, ranks: Ranks) -> None:
     directory = ranks.models[model]
     alone = TorchEngine(Path(directory), NUM_BLOCKS).serve(greedy_jobs(prompts(), 24))
