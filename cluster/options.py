@@ -46,6 +46,15 @@ OPTIONS: Mapping[str, Any] = {
     "truncate_prompt_tokens": _number(
         int, "Use only this many last tokens of the prompt; -1: what the output leaves.", _REQUEST
     ),
+    "images": Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--image",
+            help="Image in the place of the next placeholder of the prompt. Repeatable.",
+            metavar="FILE",
+            rich_help_panel=_REQUEST,
+        ),
+    ],
     "n": _number(int, "Number of outputs of the prompt; default 1.", _REQUEST),
     "temperature": _number(
         float, "Sampling temperature; 0 is greedy. Default: the model's, else 1."
@@ -154,14 +163,16 @@ def generate_options(values: Mapping[str, Any]) -> GenerateOptions:
     """Return the options of a request for the values that were given on the command line.
 
     ``values`` are by the names of OPTIONS. Options that were not given are left out. The value
-    "@FILE" of json_schema or ebnf is replaced by the content of FILE. Raises InvalidRequest for a
-    malformed logit_bias, a file that is not UTF-8 or an unknown home directory, and OSError for a
-    file that cannot be read. No other value is checked.
+    "@FILE" of json_schema or ebnf is replaced by the content of FILE, and so are the paths of
+    images. Raises InvalidRequest for a malformed logit_bias, a file that is not UTF-8 or an unknown
+    home directory, and OSError for a file that cannot be read. No other value is checked.
     """
     given = {name: value for name, value in values.items() if _is_set(value)}
     for name in ("json_schema", "ebnf"):
         if name in given:
             given[name] = _read(given[name])
+    if "images" in given:
+        given["images"] = [path.read_bytes() for path in given["images"]]
     if "logit_bias" in given:
         given["logit_bias"] = dict(map(_bias, given["logit_bias"]))
     return cast(GenerateOptions, given)

@@ -18,7 +18,7 @@ from everlift.options import GenerateOptions, Prompt
 from everlift.typos import did_you_mean
 
 #: Options of a prompt. A batch has no client that could disconnect.
-_OPTIONS = GenerateOptions.__annotations__.keys() - {"on_disconnect", "request_id"}
+_OPTIONS = GenerateOptions.__annotations__.keys() - {"images", "on_disconnect", "request_id"}
 #: Number of lines in progress at a time; two workers with default settings have as many slots.
 _CONCURRENCY = 512
 

@@ -22,8 +22,10 @@ from everlift.errors import (
     OutOfRange,
     TooManyChoices,
     TooManyStops,
+    Unsupported,
 )
 from everlift.hashes import session_key
+from everlift.images import MAX_IMAGES, MAX_PIXELS_OF_REQUEST, Image
 from everlift.request_id import check_qualified, tenant_of
 from everlift.sampling import SamplingParams
 from everlift.trace_context import TraceContext
@@ -115,7 +117,8 @@ class Submission:
     of an API that the ledger stores with the request. Only the last ``truncate_prompt_tokens``
     tokens of the prompt are used; None means all, and -1 as many as the context leaves beside the
     output. ``bad_words`` are texts whose token sequences the output must not contain. ``adapter``
-    is the LoRA adapter that ``model`` names; it is empty for the model itself.
+    is the LoRA adapter that ``model`` names; it is empty for the model itself. ``images`` are in
+    the order of their placeholders in the prompt.
 
     The constructor raises InvalidRequest if a field is invalid.
     """
@@ -148,6 +151,7 @@ class Submission:
     truncate_prompt_tokens: int | None = None
     bad_words: tuple[str, ...] = ()
     adapter: str = ""
+    images: tuple[Image, ...] = ()
 
     def __post_init__(self) -> None:
         check_qualified(self.request_id)
@@ -163,6 +167,8 @@ class Submission:
             check_field("ttft_target_ms", round(self.ttft_target_s * 1e3))
         if self.truncate_prompt_tokens is not None:
             _check_truncation(self.truncate_prompt_tokens)
+        if self.images:
+            self._check_images()
         self._check_restrictions()
         _check_stops(self.stop)
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
@@ -177,6 +183,23 @@ class Submission:
             raise OutOfRange(
                 f"attachment is longer than {MAX_ATTACHMENT_BYTES} bytes", field="attachment"
             )
+
+    def _check_images(self) -> None:
+        if len(self.images) > MAX_IMAGES:
+            raise OutOfRange(f"the request has more than {MAX_IMAGES} images", field="images")
+        if (num_pixels := sum(image.num_pixels for image in self.images)) > MAX_PIXELS_OF_REQUEST:
+            raise OutOfRange(
+                f"the images have {num_pixels} pixels; at most {MAX_PIXELS_OF_REQUEST} are allowed "
+                "together",
+                field="images",
+            )
+        # Workers put several tokens in the place of each placeholder.
+        for name, value in (
+            ("truncate_prompt_tokens", self.truncate_prompt_tokens),
+            ("prompt_logprobs", self.sampling.prompt_logprobs),
+        ):
+            if value is not None:
+                raise Unsupported(f"{name} cannot be combined with images", field=name)
 
     def _check_restrictions(self) -> None:
         if len(self.bad_words) > MAX_BAD_WORDS:
@@ -268,6 +291,10 @@ class Submission:
             ),
             bad_words=limit_plus_one(message.bad_words, MAX_BAD_WORDS),
             adapter=message.model if message.model in adapters else "",
+            images=tuple(
+                Image.checked(data, f"images[{index}]")
+                for index, data in enumerate(limit_plus_one(message.images, MAX_IMAGES))
+            ),
         )
         # The body is hashed after the checks, so that a list that is too long is never hashed.
         object.__setattr__(submission, "body_hash", hash_body(message))
@@ -370,7 +397,8 @@ class Request:
     text. ``prompt_field`` has the ``prompt_ids`` as a field of a protobuf message, from which other
     messages copy them faster than from a tuple; it may be empty. ``adapter`` is the name of the
     LoRA adapter, if the request names one; ``adapter_digest`` identifies its files like
-    ``fingerprint`` those of the model.
+    ``fingerprint`` those of the model. ``images`` are in the order of their placeholders in the
+    prompt.
     """
 
     request_id: str
@@ -401,6 +429,7 @@ class Request:
     turn: bytes = b""
     adapter: str = ""
     adapter_digest: str = ""
+    images: tuple[Image, ...] = ()
     chunks: tuple[int, ...] = field(default=(), compare=False)
     chunk_hashes: tuple[bytes, ...] = field(default=(), compare=False)
     prompt_field: Sequence[int] = field(default=(), compare=False, repr=False)
@@ -411,12 +440,19 @@ class Request:
         return session_key(tenant_of(self.request_id), self.session_id)
 
     @property
+    def num_image_bytes(self) -> int:
+        return sum(len(image.data) for image in self.images)
+
+    @property
     def served_model(self) -> str:
         """Name of the adapter or, without one, of the model."""
         return self.adapter or self.model
 
     def to_bytes(self, prompt_offset: int = 0) -> bytes:
-        """Return a StoredRequest that has the prompt's tokens from ``prompt_offset`` on."""
+        """Return a StoredRequest that has the prompt's tokens from ``prompt_offset`` on.
+
+        It has the digests of the images.
+        """
         return ledger_pb2.StoredRequest(
             request_id=self.request_id,
             model=self.model,
@@ -446,11 +482,17 @@ class Request:
             turn=self.turn,
             adapter=self.adapter,
             adapter_digest=self.adapter_digest,
+            image_digests=[image.digest for image in self.images],
         ).SerializeToString()
 
     @classmethod
-    def from_bytes(cls, data: bytes, prompt_start: tuple[int, ...] = ()) -> Self:
-        """Return the request from a StoredRequest, whose prompt follows ``prompt_start``."""
+    def from_bytes(
+        cls, data: bytes, prompt_start: tuple[int, ...] = (), images: Sequence[bytes] = ()
+    ) -> Self:
+        """Return the request from a StoredRequest, whose prompt follows ``prompt_start``.
+
+        ``images`` are the files of its images.
+        """
         stored = ledger_pb2.StoredRequest.FromString(data)
         return cls(
             request_id=stored.request_id,
@@ -481,4 +523,8 @@ class Request:
             turn=stored.turn,
             adapter=stored.adapter,
             adapter_digest=stored.adapter_digest,
+            images=tuple(
+                Image(digest, image)
+                for digest, image in zip(stored.image_digests, images, strict=True)
+            ),
         )

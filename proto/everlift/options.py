@@ -35,6 +35,9 @@ class GenerateOptions(TypedDict, total=False):
     #: use only the last tokens of the prompt, at most this number; -1: the number that max_tokens
     #: leaves in the context; default: reject a prompt that is too long
     truncate_prompt_tokens: int | None
+    #: files of images in the order of their placeholders in the prompt, in PNG, JPEG, WebP or GIF
+    #: format
+    images: Sequence[bytes]
     #: 0 is greedy; default 1
     temperature: float | None
     #: sample from the fewest most likely tokens whose probabilities add up to this; default 1
@@ -149,6 +152,7 @@ def _message_without_prompt(options: GenerateOptions) -> pb.GenerateRequest:
         max_tokens=options.get("max_tokens"),
         clamp_max_tokens=options.get("clamp_max_tokens", False),
         truncate_prompt_tokens=options.get("truncate_prompt_tokens"),
+        images=options.get("images", ()),
         n=options.get("n"),
         sampling=_sampling(options),
         include_stop=options.get("include_stop", False),

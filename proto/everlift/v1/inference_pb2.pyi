@@ -465,6 +465,7 @@ class GenerateRequest(google.protobuf.message.Message):
     ATTACHMENT_FIELD_NUMBER: builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     BAD_WORDS_FIELD_NUMBER: builtins.int
+    IMAGES_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Name of the model or of one of its adapters; empty: the model that the cluster serves."""
     text: builtins.str
@@ -552,6 +553,12 @@ class GenerateRequest(google.protobuf.message.Message):
         space before it. Other tokens may still yield the same text.
         """
 
+    @property
+    def images(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Images in PNG, JPEG, WebP or GIF format, in the order of their placeholders in the prompt, which
+        has the model's placeholder once for each of them.
+        """
+
     def __init__(
         self,
         *,
@@ -582,9 +589,10 @@ class GenerateRequest(google.protobuf.message.Message):
         attachment: builtins.bytes = ...,
         truncate_prompt_tokens: builtins.int | None = ...,
         bad_words: collections.abc.Iterable[builtins.str] | None = ...,
+        images: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_tokens", b"_max_tokens", "_n", b"_n", "_timeout_ms", b"_timeout_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_ttft_target_ms", b"_ttft_target_ms", "add_special_tokens", b"add_special_tokens", "max_tokens", b"max_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "ttft_target_ms", b"ttft_target_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_tokens", b"_max_tokens", "_n", b"_n", "_timeout_ms", b"_timeout_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_ttft_target_ms", b"_ttft_target_ms", "add_special_tokens", b"add_special_tokens", "application", b"application", "attachment", b"attachment", "bad_words", b"bad_words", "best_of", b"best_of", "cache_salt", b"cache_salt", "clamp_max_tokens", b"clamp_max_tokens", "explain", b"explain", "fairness_id", b"fairness_id", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "keep_special_tokens", b"keep_special_tokens", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "ttft_target_ms", b"ttft_target_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_tokens", b"_max_tokens", "_n", b"_n", "_timeout_ms", b"_timeout_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_ttft_target_ms", b"_ttft_target_ms", "add_special_tokens", b"add_special_tokens", "application", b"application", "attachment", b"attachment", "bad_words", b"bad_words", "best_of", b"best_of", "cache_salt", b"cache_salt", "clamp_max_tokens", b"clamp_max_tokens", "explain", b"explain", "fairness_id", b"fairness_id", "ignore_eos", b"ignore_eos", "images", b"images", "include_stop", b"include_stop", "keep_special_tokens", b"keep_special_tokens", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "ttft_target_ms", b"ttft_target_ms"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_add_special_tokens", b"_add_special_tokens"]) -> typing.Literal["add_special_tokens"] | None: ...
     @typing.overload

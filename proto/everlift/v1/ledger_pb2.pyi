@@ -53,6 +53,7 @@ class StoredRequest(google.protobuf.message.Message):
     ATTACHMENT_FIELD_NUMBER: builtins.int
     ADAPTER_FIELD_NUMBER: builtins.int
     ADAPTER_DIGEST_FIELD_NUMBER: builtins.int
+    IMAGE_DIGESTS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     model: builtins.str
     fingerprint: builtins.str
@@ -100,6 +101,10 @@ class StoredRequest(google.protobuf.message.Message):
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The model's own end-of-sequence tokens among stop_token_ids."""
 
+    @property
+    def image_digests(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """SHA-256 of each image; the ledger stores the images separately"""
+
     def __init__(
         self,
         *,
@@ -131,9 +136,10 @@ class StoredRequest(google.protobuf.message.Message):
         attachment: builtins.bytes = ...,
         adapter: builtins.str = ...,
         adapter_digest: builtins.str = ...,
+        image_digests: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_deadline", b"_deadline", "_ttft_target_s", b"_ttft_target_s", "deadline", b"deadline", "sampling", b"sampling", "trace", b"trace", "ttft_target_s", b"ttft_target_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_deadline", b"_deadline", "_ttft_target_s", b"_ttft_target_s", "adapter", b"adapter", "adapter_digest", b"adapter_digest", "application", b"application", "attachment", b"attachment", "body_hash", b"body_hash", "clamp_max_tokens", b"clamp_max_tokens", "deadline", b"deadline", "eos_token_ids", b"eos_token_ids", "fairness_id", b"fairness_id", "fingerprint", b"fingerprint", "include_stop", b"include_stop", "keep_special_tokens", b"keep_special_tokens", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "trace", b"trace", "ttft_target_s", b"ttft_target_s", "turn", b"turn", "x_request_id", b"x_request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_deadline", b"_deadline", "_ttft_target_s", b"_ttft_target_s", "adapter", b"adapter", "adapter_digest", b"adapter_digest", "application", b"application", "attachment", b"attachment", "body_hash", b"body_hash", "clamp_max_tokens", b"clamp_max_tokens", "deadline", b"deadline", "eos_token_ids", b"eos_token_ids", "fairness_id", b"fairness_id", "fingerprint", b"fingerprint", "image_digests", b"image_digests", "include_stop", b"include_stop", "keep_special_tokens", b"keep_special_tokens", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "trace", b"trace", "ttft_target_s", b"ttft_target_s", "turn", b"turn", "x_request_id", b"x_request_id"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_deadline", b"_deadline"]) -> typing.Literal["deadline"] | None: ...
     @typing.overload

@@ -196,6 +196,7 @@ class Start(google.protobuf.message.Message):
     SESSION_FIELD_NUMBER: builtins.int
     ADAPTER_FIELD_NUMBER: builtins.int
     ADAPTER_DIGEST_FIELD_NUMBER: builtins.int
+    IMAGES_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """identifies the sequence in this session, together with choice"""
     choice: builtins.int
@@ -248,6 +249,10 @@ class Start(google.protobuf.message.Message):
         them, it reports the Start in WorkerFrame.incomplete_starts.
         """
 
+    @property
+    def images(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Image]:
+        """in the order of their placeholders in the prompt"""
+
     def __init__(
         self,
         *,
@@ -269,11 +274,36 @@ class Start(google.protobuf.message.Message):
         session: builtins.int = ...,
         adapter: builtins.str = ...,
         adapter_digest: builtins.str = ...,
+        images: collections.abc.Iterable[Global___Image] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["omitted_prefix", b"omitted_prefix", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "adapter_digest", b"adapter_digest", "choice", b"choice", "confirm_first_step", b"confirm_first_step", "epoch", b"epoch", "expected_cached_tokens", b"expected_cached_tokens", "max_tokens", b"max_tokens", "num_computed", b"num_computed", "omitted_prefix", b"omitted_prefix", "output_ids", b"output_ids", "predicted_tokens", b"predicted_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session", b"session", "stop_token_ids", b"stop_token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "adapter_digest", b"adapter_digest", "choice", b"choice", "confirm_first_step", b"confirm_first_step", "epoch", b"epoch", "expected_cached_tokens", b"expected_cached_tokens", "images", b"images", "max_tokens", b"max_tokens", "num_computed", b"num_computed", "omitted_prefix", b"omitted_prefix", "output_ids", b"output_ids", "predicted_tokens", b"predicted_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session", b"session", "stop_token_ids", b"stop_token_ids"]) -> None: ...
 
 Global___Start: typing_extensions.TypeAlias = Start
+
+@typing.final
+class Image(google.protobuf.message.Message):
+    """Image of a prompt."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: builtins.int
+    DATA_FIELD_NUMBER: builtins.int
+    digest: builtins.bytes
+    """SHA-256 of the file"""
+    data: builtins.bytes
+    """The file. Empty if another Start of the same epoch has it; a worker that lacks it reports the
+    Start in WorkerFrame.incomplete_starts.
+    """
+    def __init__(
+        self,
+        *,
+        digest: builtins.bytes = ...,
+        data: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "digest", b"digest"]) -> None: ...
+
+Global___Image: typing_extensions.TypeAlias = Image
 
 @typing.final
 class OmittedPrefix(google.protobuf.message.Message):
@@ -361,6 +391,7 @@ class WorkerInfo(google.protobuf.message.Message):
     HOST_LOAD_S_FIELD_NUMBER: builtins.int
     ARITHMETIC_FIELD_NUMBER: builtins.int
     ADAPTERS_FIELD_NUMBER: builtins.int
+    MAX_IMAGES_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """id of this run of the worker; a restarted worker has another id"""
     address: builtins.str
@@ -387,6 +418,8 @@ class WorkerInfo(google.protobuf.message.Message):
     """Name of what rounds the worker's results, if these have the same bits in any batch; workers with
     the same name and fingerprint compute the same bits. Empty: results depend on the batch.
     """
+    max_images: builtins.int
+    """maximum number of images of a request; 0: the worker takes no images"""
     @property
     def adapters(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Digests of the files of the LoRA adapters that the worker serves, by the adapters' names."""
@@ -411,8 +444,9 @@ class WorkerInfo(google.protobuf.message.Message):
         host_load_s: builtins.float = ...,
         arithmetic: builtins.str = ...,
         adapters: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        max_images: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "address", b"address", "arithmetic", b"arithmetic", "block_size", b"block_size", "device", b"device", "fingerprint", b"fingerprint", "host_load_s", b"host_load_s", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "pid", b"pid", "ray_cluster", b"ray_cluster", "tensor_parallel", b"tensor_parallel", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "address", b"address", "arithmetic", b"arithmetic", "block_size", b"block_size", "device", b"device", "fingerprint", b"fingerprint", "host_load_s", b"host_load_s", "max_images", b"max_images", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "pid", b"pid", "ray_cluster", b"ray_cluster", "tensor_parallel", b"tensor_parallel", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
 
 Global___WorkerInfo: typing_extensions.TypeAlias = WorkerInfo
 

@@ -24,6 +24,7 @@ from everlift.sampling import Grammar, GrammarKind
 from everlift.testing import Break, FakeRouter, Refuse
 from everlift.v1 import inference_pb2 as pb
 from router.requests.tokenizer import ByteTokenizer
+from tests.support.images import png
 from tests.support.router.restored_logging import restored_logging
 from worker.runner.fake_runner import expected_tokens
 
@@ -139,6 +140,21 @@ async def test_generate_output_constraints_reach_the_router(tmp_path: Path) -> N
         "d": Grammar(GrammarKind.EBNF, ('root ::= "x"',)),
         "e": Grammar(GrammarKind.CHOICE, ("yes", "no")),
     }
+
+
+async def test_generate_sends_the_files_of_images(tmp_path: Path) -> None:
+    files = [tmp_path / "a.png", tmp_path / "b.png"]
+    for seed, file in enumerate(files):
+        file.write_bytes(png(seed))
+    images = [word for file in files for word in ("--image", str(file))]
+    async with FakeRouter() as router:
+        place = ["--address", router.address, "--request-id", "a"]
+        result = await run("generate", "x", *images, *place)
+        assert result.exit_code == 0, result.output
+        sent = router.requests["a"].submission.images
+        result = await run("generate", "x", "--image", str(tmp_path / "none"), *place)
+    assert [image.data for image in sent] == [png(0), png(1)]
+    assert result.exit_code != 0 and "none" in result.output
 
 
 def test_generate_has_a_flag_for_every_client_option() -> None:
