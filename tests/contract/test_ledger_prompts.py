@@ -9,11 +9,12 @@ import pytest
 
 from everlift.errors import UnknownRequest
 from everlift.hashes import CHUNK_SIZE, chunk_hashes
+from everlift.images import Image
 from everlift.messages import FinishReason, Request
 from everlift.request_id import in_session
 from router.ledger.base import Ledger
 from router.ledger.entry import Append, Appended, Reasserted, State, Turn
-from router.ledger.prompts import chunk_names
+from router.ledger.prompts import chunk_names, image_names
 from tests.support.ledger.ledgers import (
     Tick,
     chunk_references,
@@ -130,6 +131,61 @@ async def test_prompt_is_stored_after_its_chunks_were_erased(ledger: Ledger) -> 
     assert (await ledger.open(second, "gateway")).created
     assert (await ledger.read(second.request_id)).request == second
     assert await references(ledger) == [1, 1, 1, 1]
+
+
+CAT, DOG = (Image(bytes([number]) * 32, b"%d\0\xff" % number * 999) for number in (1, 2))
+
+
+@pytest.mark.parametrize("num_tokens", [3, 256, 600])
+async def test_images_are_read_whole(ledger: Ledger, num_tokens: int) -> None:
+    its = make_request(prompt_ids=tuple(range(num_tokens)), images=(DOG, CAT, DOG))
+    await ledger.open(its, "gateway")
+    for stored in (await ledger.read("r"), await ledger.take_over("r", "other", "gateway")):
+        assert stored.request == its
+        assert [it.data for it in stored.request.images] == [DOG.data, CAT.data, DOG.data]
+
+
+async def test_requests_share_their_images(ledger: Ledger) -> None:
+    first, second = (request(name, 1, images=(CAT,)) for name in "ab")
+    for its in (first, second):
+        await ledger.open(its, "gateway")
+    [name] = image_names(first)
+    [chunk] = chunk_names(first)
+    assert await chunk_references(ledger) == {name: 2, chunk: 2}
+    assert await ledger.discard(first.request_id, "gateway") is None
+    assert await chunk_references(ledger) == {name: 1, chunk: 1}
+    assert (await ledger.read(second.request_id)).request.images[0].data == CAT.data
+    assert await ledger.discard(second.request_id, "gateway") is None
+    assert await references(ledger) == []
+
+
+async def test_tenants_do_not_share_images(ledger: Ledger) -> None:
+    for name in ("t/a", "u/a"):
+        await ledger.open(make_request(name, images=(CAT,)), "gateway")
+    assert await references(ledger) == [1, 1]
+
+
+async def test_image_is_stored_after_it_was_erased(ledger: Ledger) -> None:
+    first, second = (request(name, 0, images=(CAT, DOG)) for name in "ab")
+    await ledger.open(first, "gateway")
+    await ledger.discard(first.request_id, "gateway")
+    # The ledger's caller still believes that the images are stored.
+    assert (await ledger.open(second, "gateway")).created
+    assert [it.data for it in (await ledger.read(second.request_id)).request.images] == [
+        CAT.data,
+        DOG.data,
+    ]
+
+
+async def test_reassert_restores_images(ledger: Ledger) -> None:
+    its = request("a", 1, images=(CAT,))
+    await ledger.open(its, "gateway")
+    stored = await ledger.read(its.request_id)
+    await ledger.discard(its.request_id, "gateway")
+    answer, _ = await ledger.reassert(stored)
+    assert answer is Reasserted.OK
+    restored = (await ledger.read(its.request_id)).request
+    assert (restored, restored.images[0].data) == (its, CAT.data)
 
 
 async def test_open_with_lost_answer_counts_chunks_once(ledger: Ledger) -> None:

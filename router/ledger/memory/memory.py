@@ -128,7 +128,8 @@ class MemoryLedger:
                 del self._forgotten_ids[request_id]
 
     def _remove(self, request_id: str) -> None:
-        self._prompts.release(self._records.pop(request_id).last_chunk)
+        record = self._records.pop(request_id)
+        self._prompts.release(record.request, record.last_chunk)
 
     def _get(self, request_id: str) -> Record:
         if (record := self._find(request_id)) is None:

@@ -1,12 +1,13 @@
-"""Prompts of a MemoryLedger, by chunk (prompts.py). Pure."""
+"""Prompts of a MemoryLedger, by chunk, and their images (prompts.py). Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from everlift.hashes import CHUNK_SIZE
+from everlift.images import Image
 from everlift.messages import Request
-from router.ledger.prompts import chunk_names, num_chunked
+from router.ledger.prompts import chunk_names, image_names, num_chunked
 
 
 @dataclass(slots=True)
@@ -21,15 +22,23 @@ class _Chunk:
     references: int = 0
 
 
+@dataclass(slots=True)
+class _Image:
+    image: Image
+    references: int = 0
+
+
 class PromptStore:
     def __init__(self) -> None:
         self._chunks: dict[str, _Chunk] = {}
+        self._images: dict[str, _Image] = {}
 
     def add(self, request: Request) -> tuple[Request, str]:
         """Store the full chunks of a prompt, which ``release`` removes again.
 
         Return the request without the tokens of these chunks, and the name of the last chunk. The
-        name is empty if the prompt has no full chunk.
+        name is empty if the prompt has no full chunk. The request has one copy of each image with
+        all other requests of its tenant.
         """
         last = ""
         for number, name in enumerate(chunk_names(request)):
@@ -43,10 +52,23 @@ class PromptStore:
         if last:
             self._chunks[last].references += 1
         rest = request.prompt_ids[num_chunked(request) :]
-        return replace(request, prompt_ids=rest), last
+        images = tuple(map(self._add_image, image_names(request), request.images))
+        return replace(request, prompt_ids=rest, images=images), last
 
-    def release(self, last: str) -> None:
-        """Remove a prompt whose last chunk is ``last``; delete chunks that no other prompt has."""
+    def _add_image(self, name: str, image: Image) -> Image:
+        stored = self._images.setdefault(name, _Image(image))
+        stored.references += 1
+        return stored.image
+
+    def release(self, request: Request, last: str) -> None:
+        """Remove a prompt; delete chunks and images that no other prompt has.
+
+        The arguments are the results of ``add``.
+        """
+        for name in image_names(request):
+            self._images[name].references -= 1
+            if not self._images[name].references:
+                del self._images[name]
         while last:
             chunk = self._chunks[last]
             chunk.references -= 1

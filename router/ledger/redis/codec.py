@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import astuple, replace
 from functools import cache
 from itertools import chain, repeat
@@ -30,7 +30,7 @@ from router.ledger.entry import (
     Turn,
 )
 from router.ledger.listing import Part, Row
-from router.ledger.prompts import chunk_names, num_chunked, session_name
+from router.ledger.prompts import chunk_names, image_names, num_chunked, session_name
 
 _UINT32 = "I"
 #: Letter of each finish reason in ``finishes``; "-" for an unfinished choice.
@@ -101,6 +101,18 @@ def pack_chunks(request: Request, first: int = 0) -> tuple[str, bytes]:
     names = chunk_names(request)[first:]
     tokens = request.prompt_ids[first * CHUNK_SIZE : num_chunked(request)]
     return "".join(names), pack_tokens(tokens)
+
+
+def pack_images(request: Request, known: Collection[str] = ()) -> bytes:
+    """Return the names and files of a request's images, as ``unpacked_images`` reads them.
+
+    The files of images whose names are in ``known`` are left out.
+    """
+    if not request.images:
+        return b""
+    pairs = zip(image_names(request), request.images, strict=True)
+    fields = [(name, b"" if name in known else image.data) for name, image in pairs]
+    return bytes(msgpack.packb([*chain.from_iterable(fields)], use_bin_type=False))
 
 
 def pack_rest(request: Request) -> bytes:
@@ -192,6 +204,7 @@ def reassert_arguments(
         request.turn,
         session_name(tenant_of(request.request_id), request.session_id),
         *pack_chunks(request),
+        pack_images(request),
         *chain.from_iterable(
             (pack_tokens(choice.tokens), pack_logprobs(choice.logprobs))
             for choice in stored.choices
@@ -245,8 +258,8 @@ def stored(request_id: str, offsets: Sequence[int], answer: Sequence[Any]) -> St
     ``answer`` is without its first word. ``offsets`` are the offsets that were requested, one per
     choice; missing ones at the end are 0.
     """
-    fields, data, deadline, choices, prompt_logprobs, now, explanation, chunks = answer
-    request = Request.from_bytes(data, unpack_tokens(b"".join(reversed(chunks))))
+    fields, data, deadline, choices, prompt_logprobs, now, explanation, chunks, images = answer
+    request = Request.from_bytes(data, unpack_tokens(b"".join(reversed(chunks))), images)
     sampling = request.sampling
     return Stored(
         entry=entry(request_id, fields),

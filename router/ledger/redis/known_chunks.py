@@ -1,4 +1,4 @@
-"""Cache of the last chunks of prompts that were stored in one shard of the ledger. Pure."""
+"""Cache of the chunks and images of prompts that were stored in one shard of the ledger. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class KnownChunks:
     """Names of the last chunks of the prompts that this process stored in one shard most recently.
 
     A stored chunk implies that all chunks before it are stored. If the ledger has deleted a chunk
-    meanwhile, it answers that the chunk is missing.
+    meanwhile, it answers that the chunk is missing. An image counts as a prompt of one chunk.
     """
 
     def __init__(self) -> None:

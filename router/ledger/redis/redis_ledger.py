@@ -72,7 +72,7 @@ from router.ledger.objects import (
     check_object_name,
     collection_of,
 )
-from router.ledger.prompts import chunk_names, session_name
+from router.ledger.prompts import chunk_names, image_names, session_name
 from router.ledger.quota import Charge, Settlement, refusal
 from router.ledger.redis import codec, scripts
 from router.ledger.redis.address import parse
@@ -190,7 +190,7 @@ class RedisLedger:
         name = request.request_id
         session, call = session_name(tenant_of(name), request.session_id), os.urandom(8)
 
-        async def attempt(base: str, hashes: str, tokens: bytes) -> tuple[str, Any]:
+        async def attempt(base: str, hashes: str, tokens: bytes, images: bytes) -> tuple[str, Any]:
             return await self._move(
                 scripts.OPEN,
                 name,
@@ -208,18 +208,24 @@ class RedisLedger:
                 base,
                 hashes,
                 tokens,
+                images,
                 *_dispatch_arguments(dispatch),
             )
 
         known = self._known_chunks[self._shards.of(name)]
-        names = chunk_names(request)
+        names, images = chunk_names(request), image_names(request)
         first = known.num_leading(names)
+        known_images = {image for image in images if known.num_leading([image])}
         word, rest = await attempt(
-            names[first - 1] if first else "", *await _packed_chunks(request, first)
+            names[first - 1] if first else "",
+            *await _packed_chunks(request, first),
+            codec.pack_images(request, known_images),
         )
         if word == "missing":
-            word, rest = await attempt("", *await _packed_chunks(request, 0))
-        known.add(names)
+            chunks = await _packed_chunks(request, 0)
+            word, rest = await attempt("", *chunks, codec.pack_images(request))
+        for each in (names, *([image] for image in images)):
+            known.add(each)
         return word, rest
 
     async def dispatch(self, request_id: str, worker: str, epoch: int, term: int) -> Entry:

@@ -17,7 +17,7 @@ from router.ledger.base import Ledger
 from router.ledger.config import DEFAULTS, LedgerConfig
 from router.ledger.entry import Stored
 from router.ledger.memory.memory import MemoryLedger
-from router.ledger.prompts import chunk_names, session_name
+from router.ledger.prompts import chunk_names, image_names, session_name
 from router.ledger.redis import codec, scripts
 from router.ledger.redis.redis_ledger import connect
 from router.ledger.redis.server import SCHEMA
@@ -162,10 +162,14 @@ async def check_objects(client: Redis, root: str, objects: Collection[str]) -> N
 
 async def check_chunks(client: Redis, root: str, lives: Collection[Life]) -> None:
     chains = {life.entry.request_id: chunk_names(life.request) for life in lives}
+    images = {life.entry.request_id: image_names(life.request) for life in lives}
     assert await client.hgetall(f"{root}tails") == {
-        request_id: chain[-1] for request_id, chain in chains.items() if chain
+        request_id: "".join((*chain[-1:], *images[request_id]))
+        for request_id, chain in chains.items()
+        if chain or images[request_id]
     }
     references = Counter(chain[-1] for chain in chains.values() if chain)
+    references.update(name for names in images.values() for name in names)
     followers = {pair for chain in chains.values() for pair in pairwise(chain)}
     references.update(before for before, _ in followers)
     names = await keys_under(client, f"{root}c:")

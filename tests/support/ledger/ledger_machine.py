@@ -47,6 +47,7 @@ from hypothesis.stateful import (
 
 from everlift.errors import RequestConflict, UnknownRequest
 from everlift.hashes import CHUNK_SIZE
+from everlift.images import Image
 from everlift.messages import FinishReason
 from everlift.request_id import tenant_of
 from router.ledger.base import NOTHING, ClusterPolicy, Ledger, NotQueued, Position, StaleTerm
@@ -78,6 +79,8 @@ TOPS = {"a": None, "b:0": 2, "t/c": 0, "t/d": None}
 #: Lengths of the prompts, which all begin alike and share chunks.
 PROMPT_TOKENS = {"a": 3 * CHUNK_SIZE + 1, "b:0": CHUNK_SIZE, "t/c": 2 * CHUNK_SIZE, "t/d": 3}
 SESSIONS = {"a": "s", "b:0": "s", "t/c": "s", "t/d": ""}
+_CAT, _DOG = (Image(bytes([number]) * 32, bytes([number]) * 99) for number in (1, 2))
+IMAGES = {"a": (_CAT,), "b:0": (_DOG, _CAT), "t/c": (), "t/d": (_CAT, _CAT)}
 PROMPT_LOGPROBS = scored(-0.25, -0.5)
 GATEWAYS = ("g1", "g2")
 #: Tenant, kind and id of each object.
@@ -216,6 +219,7 @@ class LedgerMachine(RuleBasedStateMachine):
             # Another body has another prompt.
             prompt_ids=(body[0], *range(1, PROMPT_TOKENS[request_id])),
             session_id=SESSIONS[request_id],
+            images=IMAGES[request_id],
         )
         at_once = None
         if dispatch is not None:

@@ -20,6 +20,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 
+from everlift.images import Image
 from everlift.messages import OnDisconnect, Request
 from everlift.sampling import Grammar, GrammarKind, SamplingParams, TokenLogprobs
 from router.ledger.base import Ledger
@@ -62,6 +63,7 @@ def make_request(
     session_id: str = "",
     turn: bytes = b"",
     salt: bytes = b"\x00salt",
+    images: tuple[Image, ...] = (),
 ) -> Request:
     return Request(
         request_id=request_id,
@@ -96,6 +98,7 @@ def make_request(
         attachment=b"\x00{}",
         session_id=session_id,
         turn=turn,
+        images=images,
     )
 
 
@@ -122,10 +125,12 @@ def lose_answers(ledger: Ledger) -> None:
 
 
 async def chunk_references(ledger: Ledger) -> dict[str, int]:
-    """The number of references to each chunk of the prompts in the ledger, by its name."""
+    """The number of references to each chunk and image of the prompts in the ledger, by name."""
     if isinstance(ledger, MemoryLedger):
         ledger._forget_expired()
-        return {name: chunk.references for name, chunk in ledger._prompts._chunks.items()}
+        prompts = ledger._prompts
+        stored = {**prompts._chunks, **prompts._images}
+        return {name: each.references for name, each in stored.items()}
     assert isinstance(ledger, RedisLedger)
     audit, found = ledger.audit(), {}
     async for keys in audit._keys():

@@ -31,10 +31,10 @@ local function request(id)
         local names = left == -1 and immortal or left == -2 and missing or {}
         names[#names + 1] = key:sub(#ROOT + 1)
     end
-    local tail = redis.call('HGET', request_key(id), 'tail')
-    if tail ~= '' and redis.call('EXISTS', chunk_key(tail)) == 0 then
-        missing[#missing + 1] = 'c:' .. tail
-    end
+    local tail, images = unpack(redis.call('HMGET', request_key(id), 'tail', 'images'))
+    each_hash(tail .. (images or ''), function(hash)
+        if redis.call('EXISTS', chunk_key(hash)) == 0 then missing[#missing + 1] = 'c:' .. hash end
+    end)
     local owned = redis.call('SISMEMBER', ROOT .. 'owned:' .. gateway, id)
     local events = redis.call('LRANGE', events_key(id), 0, -1)
     return {

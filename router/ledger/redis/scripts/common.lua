@@ -10,6 +10,7 @@
 --                                      request       StoredRequest, without its deadline and the
 --                                                    tokens of the prompt's chunks
 --                                      tail          hash of the last chunk of the prompt, or empty
+--                                      images        hashes of its images, one after the other
 --                                      turn          PromptMark by which a router recognises that a
 --                                                    prompt continues this request, as bytes that
 --                                                    the scripts do not interpret; or empty
@@ -37,7 +38,8 @@
 --                                    tokens, as in t. Requests of which it is the last chunk refer
 --                                    to it, and so do chunks that follow it. It is deleted with its
 --                                    last reference. A hash depends on the salt, on the chunk's
---                                    tokens and on all tokens before it.
+--                                    tokens and on all tokens before it. An image is stored like
+--                                    the only chunk of a prompt, with the file instead of tokens.
 --   owned:<gateway>          SET     unfinished requests of a gateway
 --   owners                   SET     gateways that own unfinished requests
 --   arrivals                 ZSET    requests, by arrival (µs); listings read it
@@ -45,7 +47,8 @@
 --   session:<session>        ZSET    requests of one session, by arrival (µs)
 --   expiries                 ZSET    requests, by the time (µs) at which their keys expire
 --   sessions                 HASH    request -> session, if it has one
---   tails                    HASH    request -> hash of the last chunk of its prompt, if it has one
+--   tails                    HASH    request -> hash of the last chunk of its prompt, if it has one,
+--                                    and the hashes of its images
 --   garbage                  LIST    chunks without references that are still to be deleted
 --   o:<name>                 HASH    an object: version, data
 --   objects:<tenant/kind>    ZSET    names of objects, all with the score 0
@@ -215,6 +218,45 @@ local function store_chunks(base, hashes, tokens)
     return last
 end
 
+-- Call `use` with each hash in a text of hashes.
+local function each_hash(hashes, use)
+    for at = 1, #hashes, HASH do use(hashes:sub(at, at + HASH - 1)) end
+end
+
+-- Return the hashes and files in the argument that contains the images of a request: a MessagePack
+-- array of pairs, or an empty text.
+local function unpacked_images(images) return images == '' and {} or cmsgpack.unpack(images) end
+
+-- Return whether an image is neither stored nor has a file in `images`.
+local function lacks_image(images)
+    for i = 1, #images, 2 do
+        if images[i + 1] == '' and redis.call('EXISTS', chunk_key(images[i])) == 0 then
+            return true
+        end
+    end
+    return false
+end
+
+-- Store those images that are not stored yet, and return the hashes of all of them.
+local function store_images(images)
+    local hashes = ''
+    for i = 1, #images, 2 do
+        if redis.call('EXISTS', chunk_key(images[i])) == 0 then
+            redis.call('SET', chunk_key(images[i]), ('0'):rep(COUNT) .. NO_CHUNK .. images[i + 1])
+        end
+        hashes = hashes .. images[i]
+    end
+    return hashes
+end
+
+local function stored_images(hashes)
+    local files = {}
+    each_hash(hashes, function(hash)
+        files[#files + 1] = redis.call('GETRANGE', chunk_key(hash), COUNT + HASH, -1)
+    end)
+    return files
+end
+
 -- Return the tokens of the chunks of a prompt, last chunk first.
 local function stored_chunks(tail)
     local chunks = {}
@@ -225,27 +267,31 @@ local function stored_chunks(tail)
     return chunks
 end
 
--- Delete those chunks of a prompt that no other prompt has; at most `limit` of them at once.
+-- Delete those chunks and images of a prompt that no other prompt has; at most `limit` of them at
+-- once.
 local function release_prompt(id, limit)
-    local tail = redis.call('HGET', ROOT .. 'tails', id)
-    if not tail then return limit end
+    local tails = redis.call('HGET', ROOT .. 'tails', id)
+    if not tails then return limit end
     redis.call('HDEL', ROOT .. 'tails', id)
-    return refer(tail, -1) == 0 and delete_chunks(tail, limit) or limit
+    each_hash(tails, function(hash)
+        if refer(hash, -1) == 0 then limit = delete_chunks(hash, limit) end
+    end)
+    return limit
 end
 
 -- Return ok, the entry, and what a gateway needs to continue the request: request, deadline, each
 -- choice from its offset on (0 if `offsets` has none for it), log probabilities of the prompt, the
--- current time, explanation, tokens of the prompt's chunks, last chunk first.
+-- current time, explanation, tokens of the prompt's chunks, last chunk first, files of the images.
 local function continuation(id, offsets)
-    local request, deadline, explanation, tail = unpack(redis.call(
-        'HMGET', request_key(id), 'request', 'deadline', 'explanation', 'tail'))
+    local request, deadline, explanation, tail, images = unpack(redis.call(
+        'HMGET', request_key(id), 'request', 'deadline', 'explanation', 'tail', 'images'))
     local choices = {}
     for choice = 0, num_choices(id) - 1 do
         choices[#choices + 1] = stored_choice(id, choice, offsets[choice + 1] or 0)
     end
     local prompt = redis.call('GETRANGE', prompt_logprobs_key(id), 0, -1)
     return {'ok', entry(id), request, deadline, choices, prompt, digits(now()), explanation or '',
-        stored_chunks(tail)}
+        stored_chunks(tail), stored_images(images or '')}
 end
 
 local function own(id, gateway)
@@ -323,19 +369,21 @@ local function sweep_objects(count)
     end
 end
 
--- Create a queued request that has not run. `chunks` is a list of the arguments of store_chunks.
--- The further arguments are names and values of fields.
-local function create(id, gateway, n, session, chunks, ...)
+-- Create a queued request that has not run. `chunks` is a list of the arguments of store_chunks,
+-- `images` has the hashes and files of its images. The further arguments are names and values of
+-- fields.
+local function create(id, gateway, n, session, chunks, images, ...)
     -- The chunks come first, because a full server refuses only the first write.
-    local tail = store_chunks(unpack(chunks))
+    local tail, hashes = store_chunks(unpack(chunks)), store_images(images)
+    local tails = tail .. hashes
     redis.call('HSET', request_key(id),
         'state', 'queued', 'gateway', gateway, 'worker', '', 'epoch', '0', 'attempts', 0,
         'losses', 0, 'finishes', ('-'):rep(n), 'error_slug', '', 'error_message', '',
-        'tally', '0 0 0 0', 'tail', tail, ...)
-    if tail ~= '' then refer(tail, 1) end
+        'tally', '0 0 0 0', 'tail', tail, 'images', hashes, ...)
+    each_hash(tails, function(hash) refer(hash, 1) end)
     -- An earlier request with this id may have expired without having been swept yet.
     if redis.call('ZSCORE', ROOT .. 'expiries', id) then unlist(id, SWEPT_CHUNKS) end
-    if tail ~= '' then redis.call('HSET', ROOT .. 'tails', id, tail) end
+    if tails ~= '' then redis.call('HSET', ROOT .. 'tails', id, tails) end
     if session ~= '' then redis.call('HSET', ROOT .. 'sessions', id, session) end
     -- Create the string keys as empty, so that they can get a time to live before the first append.
     local keys = all_keys(id)

@@ -1,16 +1,18 @@
 -- -> queued, or -> queued -> running if a worker is given and the term leads. Returns created or
 -- known, with the entry; conflict, if the id exists with another body; or missing, if the chunk
--- `base` is not stored.
+-- `base`, or an image without a file, is not stored.
 -- ARGV: id, gateway, timeout in µs or '', max_tokens, n, 1 if the request has log probabilities
 --       else 0, body, request, turn, call, unfinished_ms, session or '', base, hashes and tokens of
---       the prompt's chunks (see store_chunks), and, to dispatch it at once, worker, epoch, term
+--       the prompt's chunks (see store_chunks), images (see unpacked_images; a file may be empty if
+--       it is expected to be stored), and, to dispatch it at once, worker, epoch, term
 
-local id, gateway, timeout, max_tokens, n, logprobs, body, request, turn, call, unfinished_ms, session, base, hashes, tokens, worker, epoch, term =
+local id, gateway, timeout, max_tokens, n, logprobs, body, request, turn, call, unfinished_ms, session, base, hashes, tokens, images, worker, epoch, term =
     unpack(ARGV)
+images = unpacked_images(images)
 
 local function open()
     local arrived = now()
-    create(id, gateway, n, session, {base, hashes, tokens},
+    create(id, gateway, n, session, {base, hashes, tokens}, images,
         'arrived', digits(arrived), 'body', body, 'request', request, 'turn', turn,
         'max_tokens', max_tokens, 'call', call, 'logprobs', logprobs, 'moves', 1,
         'deadline', timeout == '' and '' or digits(arrived + timeout))
@@ -23,7 +25,8 @@ local function open()
 end
 
 local known_body, known_call = unpack(redis.call('HMGET', request_key(id), 'body', 'call'))
-if not known_body and base ~= '' and redis.call('EXISTS', chunk_key(base)) == 0 then
+local lacks_base = base ~= '' and redis.call('EXISTS', chunk_key(base)) == 0
+if not known_body and (lacks_base or lacks_image(images)) then
     return {'missing'}
 elseif not known_body then
     open()

@@ -2,8 +2,8 @@
 -- it had acknowledged. Returns a value of Reasserted and, unless that is forgotten, the entry.
 -- ARGV: id, the fields of ENTRY, deadline in µs or '', body, request, max_tokens, 1 if the request
 --       has log probabilities else 0, retention_ms, unfinished_ms, prompt_logprobs, explanation,
---       turn, session or '', hashes and tokens of the prompt's chunks (see store_chunks), and for
---       each choice all its tokens and logprobs
+--       turn, session or '', hashes and tokens of the prompt's chunks (see store_chunks), images
+--       (see unpacked_images), and for each choice all its tokens and logprobs
 --
 -- The leader's term is not compared, because the copy has a dispatch that was already made, under
 -- the term of that time. The epoch was chosen at random for this dispatch only. No other dispatch
@@ -16,11 +16,11 @@ for i, name in ipairs(ENTRY) do
     told[name] = ARGV[i + 1]
     fields[2 * i - 1], fields[2 * i] = name, ARGV[i + 1]
 end
-local deadline, body, request, max_tokens, logprobs, retention_ms, unfinished_ms, prompt_logprobs, explanation, turn, session, hashes, tokens =
-    unpack(ARGV, #ENTRY + 2, #ENTRY + 14)
+local deadline, body, request, max_tokens, logprobs, retention_ms, unfinished_ms, prompt_logprobs, explanation, turn, session, hashes, tokens, images =
+    unpack(ARGV, #ENTRY + 2, #ENTRY + 15)
 
 local function told_choice(choice)
-    local at = #ENTRY + 15 + 2 * choice
+    local at = #ENTRY + 16 + 2 * choice
     return ARGV[at], ARGV[at + 1]
 end
 
@@ -108,7 +108,7 @@ end
 if not known() then
     -- The new request has 0 moves and the copy has more, so `learn` sets all other fields from the
     -- copy.
-    create(id, told.gateway, #told.finishes, session, {'', hashes, tokens},
+    create(id, told.gateway, #told.finishes, session, {'', hashes, tokens}, unpacked_images(images),
         'body', body, 'request', request, 'turn', turn, 'max_tokens', max_tokens, 'call', '',
         'logprobs', logprobs, 'moves', 0)
 end
