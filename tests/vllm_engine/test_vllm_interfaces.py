@@ -47,6 +47,18 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "vllm.v1.executor.abstract:Executor.get_class": "(vllm_config)",
         "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks": "(self)",
     },
+    "images": {
+        "vllm.multimodal:MULTIMODAL_REGISTRY.create_processor": (
+            "(model_config, *, tokenizer=None)"
+        ),
+        "vllm.multimodal.image:convert_image_mode": (
+            "(image, to_mode, background_color=(255, 255, 255))"
+        ),
+        "vllm.multimodal.processing:BaseProcessingInfo.parse_mm_data": (
+            "(self, mm_data, *, validate=True)"
+        ),
+        "vllm.multimodal.processing:BaseMultiModalProcessor.apply": "(self, inputs, timing_ctx)",
+    },
     "executor": {
         "vllm.v1.executor.multiproc_executor:MultiprocExecutor.start_worker_monitor": (
             "(self, inline=False)"
@@ -125,6 +137,8 @@ FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
             "max_loras",
             "max_lora_rank",
             "distributed_executor_backend",
+            "limit_mm_per_prompt",
+            "mm_processor_cache_gb",
         ),
         "vllm.v1.core.sched.output:SchedulerOutput": (
             "scheduled_new_reqs",
@@ -160,6 +174,22 @@ FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "vllm.v1.engine:EngineCoreOutputs": ("outputs",),
         "vllm.lora.request:LoRARequest": ("lora_name", "lora_int_id", "lora_path"),
+    },
+    "images": {
+        "vllm.multimodal.processing.context:TimingContext": ("enabled",),
+        "vllm.multimodal.processing.inputs:ProcessorInputs": (
+            "prompt",
+            "mm_data_items",
+            "mm_uuid_items",
+        ),
+        "vllm.multimodal.inputs:MultiModalFeatureSpec": (
+            "data",
+            "modality",
+            "identifier",
+            "mm_position",
+            "mm_hash",
+        ),
+        "vllm.inputs:MultiModalInput": ("prompt_token_ids", "mm_kwargs", "mm_placeholders"),
     },
     "params": {
         "vllm.sampling_params:SamplingParams": (
@@ -229,6 +259,7 @@ ATTRIBUTES = {
         "scheduler.kv_event_publisher.shutdown",
         "scheduler.kv_cache_manager.block_pool.num_gpu_blocks",
         "vllm_config.model_config.max_model_len",
+        "vllm_config.model_config.is_multimodal_model",
         "vllm_config.use_v2_model_runner",
     ),
     "scheduling": (

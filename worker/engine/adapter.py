@@ -7,6 +7,7 @@ from typing import Protocol
 
 from everlift.engine_policy import EnginePolicy
 from worker.engine.blocks import ChunkChanges
+from worker.engine.images import ImageProcessor
 from worker.engine.limits import Limits
 from worker.engine.load import Load, Occupant
 from worker.engine.outcome import Abort, Outcome
@@ -34,6 +35,11 @@ class EngineAdapter(Protocol):
 
     @property
     def limits(self) -> Limits: ...
+
+    @property
+    def image_processor(self) -> ImageProcessor | None:
+        """Return the processor of images, whose results ``add`` expects; None without images."""
+        ...
 
     @property
     def has_work(self) -> bool: ...

@@ -74,6 +74,7 @@ class Engine:
     ) -> None:
         assert launch is None or limits.can_launch_ahead, "no step can be planned ahead"
         self.limits = limits
+        self.image_processor = None
         self._launch = launch
         #: the launched step that is not committed yet
         self._in_flight: tuple[InFlightStep, LaunchedStep] | None = None

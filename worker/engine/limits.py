@@ -49,7 +49,7 @@ class Limits:
     ``watermark_blocks`` is the number of blocks that must stay free when a sequence is admitted
     while others are in the batch. All sessions together retain at most ``max_retained_blocks`` free
     blocks, and each session for ``session_retention_s`` seconds. ``adapters`` has the digests of
-    the LoRA adapters that the engine serves, by name.
+    the LoRA adapters that the engine serves, by name. A request may have ``max_images`` images.
     """
 
     num_blocks: int
@@ -65,6 +65,7 @@ class Limits:
     session_retention_s: float = 0.0
     max_retained_blocks: int = 0
     adapters: Mapping[str, str] = field(default_factory=dict)
+    max_images: int = 0
 
     @property
     def can_launch_ahead(self) -> bool:

@@ -25,9 +25,11 @@ from everlift.errors import (
     PromptTooLong,
 )
 from everlift.hashes import BLOCK_SIZE, BLOCKS_PER_CHUNK, CHUNK_SIZE, block_hash, block_hashes
+from everlift.images import Image
 from everlift.sampling import SamplingParams, TokenLogprobs
 from everlift.v1 import session_pb2
 from worker.engine.chunk import NO_PREFIX, Chunk, Prefix
+from worker.engine.images import ProcessedImages
 from worker.engine.limits import Limits, blocks_for
 from worker.engine.outcome import NO_UPDATE, Outcome, Residence, SequenceKey, SequenceUpdate, Stop
 from worker.engine.plan import UNKNOWN, Admission, Row, RowResult
@@ -48,6 +50,9 @@ class Sequence:
     because the salt is part of the hash of every block. When the sequence is finished, the session
     with the number ``session`` retains its blocks (0: none). ``adapter`` is the name of the LoRA
     adapter with which it is computed (empty: none).
+
+    ``tokens`` has one placeholder for each of ``images``. The engine computes ``num_image_tokens``
+    additional tokens in their place, which the numbers of this class leave out.
     """
 
     key: SequenceKey
@@ -61,6 +66,10 @@ class Sequence:
     priority: int = 0
     session: int = 0
     adapter: str = ""
+    images: tuple[Image, ...] = ()
+    #: set before the engine receives a sequence with images
+    processed_images: ProcessedImages | None = None
+    num_image_tokens: int = 0
     #: predicted number of tokens of the whole output; 0: unknown
     predicted_tokens: int = 0
     order: int = 0
@@ -96,13 +105,17 @@ class Sequence:
 
     @classmethod
     def from_start(
-        cls, start: session_pb2.Start, limits: Limits, prefix: Prefix = NO_PREFIX
+        cls,
+        start: session_pb2.Start,
+        limits: Limits,
+        prefix: Prefix = NO_PREFIX,
+        images: tuple[Image, ...] = (),
     ) -> Self:
         """Return the new sequence that a Start message describes.
 
         ``prefix`` has the tokens that the message leaves out, which are those of an earlier valid
-        sequence. Raises InvalidRequest if the message is invalid, or if the sequence exceeds
-        ``limits``.
+        sequence. ``images`` has the images, whose files the message may leave out. Raises
+        InvalidRequest if the message is invalid, or if the sequence exceeds ``limits``.
         """
         if num_omitted(start, limits) != len(prefix.tokens):
             raise InvalidRequest("the tokens of omitted_prefix are missing")
@@ -118,6 +131,7 @@ class Sequence:
             priority=start.priority,
             session=start.session,
             adapter=start.adapter,
+            images=images,
             predicted_tokens=start.predicted_tokens,
             confirms_first_step=start.confirm_first_step,
         )
@@ -144,6 +158,7 @@ class Sequence:
             session=self.session,
             adapter=self.adapter,
             predicted_tokens=self.predicted_tokens,
+            images=[session_pb2.Image(digest=it.digest, data=it.data) for it in self.images],
         )
 
     def _check(self, limits: Limits, num_valid: int) -> None:
@@ -156,19 +171,37 @@ class Sequence:
                 f"max_tokens must be at least 1, and at least the {self.num_output} output tokens "
                 f"so far, not {self.max_tokens}"
             )
-        if self.num_prompt >= limits.max_model_len or self.num_known > limits.max_model_len:
-            raise PromptTooLong(
-                f"{self.num_prompt} prompt tokens and {self.num_output} output tokens fill the "
-                f"context of {limits.max_model_len}"
-            )
         if max(self.tokens[num_valid:], default=0) >= limits.vocab_size:
             raise OutOfRange(f"token ids must be below the vocabulary size {limits.vocab_size}")
-        needed = blocks_for(self.num_known + 1)
+        self._check_length(limits)
+
+    def _check_length(self, limits: Limits) -> None:
+        num_prompt = self.num_prompt + self.num_image_tokens
+        num_known = self.num_known + self.num_image_tokens
+        if num_prompt >= limits.max_model_len or num_known > limits.max_model_len:
+            raise PromptTooLong(
+                f"{num_prompt} prompt tokens and {self.num_output} output tokens fill the "
+                f"context of {limits.max_model_len}"
+            )
+        needed = blocks_for(num_known + 1)
         if self.stop(limits) is None and needed > limits.num_blocks:
             raise PromptTooLong(
-                f"{self.num_known} tokens need {needed} blocks of KV cache; "
+                f"{num_known} tokens need {needed} blocks of KV cache; "
                 f"this worker has {limits.num_blocks}"
             )
+
+    def set_processed_images(self, processed: ProcessedImages, limits: Limits) -> None:
+        """Set the processed images. Raises PromptTooLong if their tokens exceed ``limits``."""
+        self.processed_images = processed
+        self.num_image_tokens = len(processed.prompt_ids) - self.num_prompt
+        self._check_length(limits)
+
+    def position_of(self, num_tokens: int) -> int:
+        """Return how many leading tokens of ``tokens`` are in ``num_tokens`` of the engine.
+
+        Those before the last image are not counted until the engine has computed the image.
+        """
+        return max(0, num_tokens - self.num_image_tokens)
 
     @property
     def num_known(self) -> int:
@@ -232,7 +265,8 @@ class Sequence:
         num_output = self.num_output
         if num_output > self.sampling.min_tokens and self.tokens[-1] in self.stop_token_ids:
             return Stop.EOS
-        if num_output >= self.max_tokens or len(self.tokens) >= limits.max_model_len:
+        num_known = len(self.tokens) + self.num_image_tokens
+        if num_output >= self.max_tokens or num_known >= limits.max_model_len:
             return Stop.LENGTH
         return None
 

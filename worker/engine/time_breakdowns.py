@@ -206,16 +206,19 @@ class TimeBreakdowns:
         self._num_occupied += 1
         pairs = zip(breakdown.parts, self._clocks, strict=True)
         self._columns[:, slot] = [part - clock for part, clock in pairs]
-        before, known = sequence.num_computed_before, sequence.num_known
+        # Rows count the tokens of images, which sequences leave out.
+        more = sequence.num_image_tokens
+        known = sequence.num_known + more
+        before = sequence.num_computed_before and sequence.num_computed_before + more
         self._computed_before[slot] = before
         # The prompt of a continued sequence includes all known tokens but the last one. Computing
         # that one yields the next token of its output.
-        self._prompt_ends[slot] = end = max(sequence.num_prompt, known - 1, before)
-        if sequence.num_computed < end:
+        self._prompt_ends[slot] = end = max(sequence.num_prompt + more, known - 1, before)
+        if sequence.num_computed + more < end:
             self._prefilling.add(slot)
             self._may_have_chunks = True
         else:
-            self._start_decode(slot, sequence.num_computed)
+            self._start_decode(slot, sequence.num_computed + more)
 
     def _start_decode(self, slot: int, position: int) -> None:
         self._prefilling.discard(slot)

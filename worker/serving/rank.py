@@ -36,6 +36,7 @@ from worker.parallel.rendezvous import RankLinks, Rendezvous, join
 from worker.serving import prefetch
 from worker.serving.engine_thread import EngineThread
 from worker.serving.fingerprint import model_fingerprint
+from worker.serving.image_queue import ImageQueue
 from worker.serving.inbox import Inbox
 from worker.serving.loop import CONFIRM_S, FirstSteps, Report
 from worker.serving.reclaim import wait_for_notice
@@ -124,6 +125,7 @@ class Rank:
         self._serve_with = serve
         self._ray_cluster = ray_cluster
         self._grammars: GrammarCompiler | NoGrammars | None = None
+        self._images: ImageQueue | None = None
         self._server: Server | None = None
         self._sessions: Sessions | None = None
         self._liveness: LivenessMonitor | None = None
@@ -279,6 +281,8 @@ class Rank:
             self._thread.links.close()
         if self._grammars is not None:
             self._grammars.close()
+        if self._images is not None:
+            self._images.close()
 
     def _connector(self) -> partial[RankLinks]:
         if self._rank:
@@ -290,7 +294,11 @@ class Rank:
 
     async def _serve(self, engine: EngineAdapter, info: session_pb2.WorkerInfo) -> None:
         self._grammars = _build_grammars(self._config, engine.limits.vocab_size)
-        self._sessions = Sessions(engine.limits, engine.load(), self._inbox, self._grammars)
+        if (process := engine.image_processor) is not None:
+            self._images = ImageQueue(process)
+        self._sessions = Sessions(
+            engine.limits, engine.load(), self._inbox, self._grammars, self._images
+        )
         self._server = self._serve_with(self._config, self._sessions)
         if self._is_reclaimed:
             self._sessions.drain()
@@ -390,6 +398,7 @@ class Rank:
             host_load_s=limits.host_load_s,
             arithmetic=_arithmetic(config),
             adapters=limits.adapters,
+            max_images=limits.max_images,
         )
 
 

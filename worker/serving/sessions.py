@@ -13,12 +13,14 @@ from typing import Protocol
 
 from everlift import logs
 from everlift.engine_policy import DEFAULT, EnginePolicy, policy_named
-from everlift.errors import EngineFailed, EverliftError, InvalidRequest
+from everlift.errors import EngineFailed, EverliftError, InvalidRequest, UnsupportedContent
 from everlift.hashes import CHUNK_SIZE, chunk_id
+from everlift.images import Image
 from everlift.sampling import Grammar
 from everlift.v1 import chaos_pb2, session_pb2
 from worker.engine.blocks import ChunkChanges
 from worker.engine.chunk import NO_PREFIX, Prefix
+from worker.engine.images import ProcessedImages
 from worker.engine.limits import Limits
 from worker.engine.load import Load
 from worker.engine.outcome import Abort, Outcome, SequenceKey, Stop
@@ -65,6 +67,21 @@ class Grammars(Protocol):
         ...
 
 
+class Images(Protocol):
+    def process(
+        self,
+        sequence: Sequence,
+        is_wanted: Callable[[], bool],
+        done: Callable[[ProcessedImages | EverliftError], None],
+    ) -> None:
+        """Process the images of a sequence; call ``done`` once, now or later, in this thread.
+
+        ``done`` receives the processed images, or the error that prevented that. It is not called
+        if ``is_wanted``, which may be called in any thread, returns False.
+        """
+        ...
+
+
 class Session:
     """Session with one router, over one stream; ``notify`` wakes the stream's writer.
 
@@ -98,16 +115,26 @@ class Attempt:
         self.is_prefilled = False
         #: names of the chunks that the chunk store holds for the attempt
         self.chunks: Collection[bytes] = ()
+        #: images of the request, by digest
+        self.images: Mapping[bytes, Image] = {}
 
 
 class Sessions:
     """Sessions of all routers that are connected to this worker.
 
     ``load`` is the engine's load at the start; reports replace it. ``engine`` receives the routers'
-    orders, and ``grammars`` compiles the grammars of their requests.
+    orders, ``grammars`` compiles the grammars of their requests, and ``images`` processes their
+    images, unless the limits allow none.
     """
 
-    def __init__(self, limits: Limits, load: Load, engine: Engine, grammars: Grammars) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        load: Load,
+        engine: Engine,
+        grammars: Grammars,
+        images: Images | None = None,
+    ) -> None:
         self._limits = limits
         self._load = load
         self._busy_s = 0.0
@@ -119,15 +146,17 @@ class Sessions:
         #: the engine's policy, and the version of the operators' policy from which it was set
         self._policy, self._policy_version = limits.scheduling.policy, 0
         self._grammars = grammars
+        self._images = images
         self._sessions: dict[str, Session] = {}
         self._attempts: dict[int, Attempt] = {}
         self._pending = Pending()
         self._chunks = ChunkStore()
-        #: pending sequences whose omitted prefix is missing, with their number of output tokens so
-        #: far; the router will send their starts again, with all tokens
+        #: pending sequences whose omitted prefix or images are missing, with their number of output
+        #: tokens so far; the router will send their starts again, as a whole
         self._incomplete: dict[SequenceKey, int] = {}
-        #: pending sequences whose grammar is being compiled, which the engine does not have yet
-        self._compiling: dict[SequenceKey, Sequence] = {}
+        #: pending sequences whose grammar is being compiled or whose images are being processed,
+        #: which the engine does not have yet
+        self._preparing: dict[SequenceKey, Sequence] = {}
         #: sessions that must confirm a first step, by epoch; and the function that is called when
         #: all have done so
         self._unconfirmed: dict[int, Session] = {}
@@ -223,7 +252,7 @@ class Sessions:
         if not self.is_draining:
             self.is_draining = True
             self._engine.drain()
-            for sequence in tuple(self._compiling.values()):
+            for sequence in tuple(self._preparing.values()):
                 self._end_unstarted(sequence, Stop.RETURNED)
             for key, offset in self._incomplete.items():
                 self._pending.discard(key)
@@ -262,7 +291,8 @@ class Sessions:
                 return Outcome(key, offset, (), Stop.FAILED, EngineFailed(cause))
             if attempt is not None and attempt.session is not session:
                 raise InvalidRequest(f"epoch {key.epoch} belongs to another router")
-            sequence = self._sequence(start, num_chunks)
+            self._check_images(start)
+            sequence = self._sequence(start, num_chunks, attempt)
         except InvalidRequest as error:
             log.warning("start refused", request_id=start.request_id, error=error.slug)
             return Outcome(key, offset, (), Stop.REFUSED, error)
@@ -276,12 +306,16 @@ class Sessions:
         attempt.choices.add(key.choice)
         # Later starts of the attempt may leave out the common prompt.
         attempt.chunks = attempt.chunks or self._chunks.hold(sequence)
+        attempt.images = attempt.images or {image.digest: image for image in sequence.images}
         self._pending.add(key, sequence.num_known, sequence.num_uncached)
-        if (grammar := sequence.sampling.grammar) is None:
-            self._engine.start(sequence)
-        else:
-            self._compiling[key] = sequence
+        if (grammar := sequence.sampling.grammar) is not None:
+            self._preparing[key] = sequence
             self._grammars.compile(grammar, partial(self._compiled, sequence))
+        elif sequence.images:
+            self._preparing[key] = sequence
+            self._process_images(sequence)
+        else:
+            self._engine.start(sequence)
         return None
 
     def _adapter_problem(self, start: session_pb2.Start) -> str:
@@ -295,15 +329,36 @@ class Sessions:
             return f"the files of the adapter {start.adapter!r} differ at this worker"
         return ""
 
-    def _sequence(self, start: session_pb2.Start, num_chunks: int) -> Sequence | None:
-        """Return the sequence of a start that leaves out ``num_chunks``; None if one is missing."""
+    def _check_images(self, start: session_pb2.Start) -> None:
+        if len(start.images) > self._limits.max_images:
+            raise UnsupportedContent(
+                f"the request has {len(start.images)} images; this worker takes "
+                f"{self._limits.max_images}",
+                field="images",
+            )
+
+    def _sequence(
+        self, start: session_pb2.Start, num_chunks: int, attempt: Attempt | None
+    ) -> Sequence | None:
+        """Return the sequence of a start that leaves out ``num_chunks``.
+
+        Returns None if one of these chunks, or an image that the start leaves out, is missing.
+        """
         prefix: Prefix | None = NO_PREFIX
         if num_chunks:
             prefix = self._chunks.find(start.omitted_prefix.hash, num_chunks, start.salt)
-        return None if prefix is None else Sequence.from_start(start, self._limits, prefix)
+        known = attempt.images if attempt is not None else {}
+        images = [
+            Image(image.digest, image.data) if image.data else known.get(image.digest)
+            for image in start.images
+        ]
+        found = tuple(image for image in images if image is not None)
+        if prefix is None or len(found) < len(images):
+            return None
+        return Sequence.from_start(start, self._limits, prefix, found)
 
     def _add_incomplete(self, session: Session, start: session_pb2.Start, offset: int) -> None:
-        """Count a start whose omitted prefix is missing as pending, until it is sent again.
+        """Count a start that leaves out what is missing as pending, until it is sent again.
 
         ``offset`` is the number of its output tokens so far.
         """
@@ -325,8 +380,8 @@ class Sessions:
         return None
 
     def _compiled(self, sequence: Sequence, result: Compiled | EverliftError) -> None:
-        if self._compiling.get(sequence.key) is not sequence:
-            return  # aborted or returned meanwhile
+        if not self._is_preparing(sequence):
+            return
         if isinstance(result, EverliftError):
             log.warning("grammar not compiled", request_id=sequence.request_id, error=result.slug)
             # A failure that the request did not cause may not occur on another worker.
@@ -336,16 +391,45 @@ class Sessions:
         sequence.grammar = result
         # Without a stop token, no token could be sampled once the grammar is complete.
         sequence.stop_token_ids = sequence.stop_token_ids or frozenset(result.eos_token_ids)
+        if sequence.images:
+            self._process_images(sequence)
+        else:
+            self._start_prepared(sequence)
+
+    def _process_images(self, sequence: Sequence) -> None:
+        assert self._images is not None, "the limits allow no images"
+        is_wanted = partial(self._is_preparing, sequence)
+        self._images.process(sequence, is_wanted, partial(self._processed, sequence))
+
+    def _is_preparing(self, sequence: Sequence) -> bool:
+        """Return False if the sequence was aborted or returned meanwhile."""
+        return self._preparing.get(sequence.key) is sequence
+
+    def _processed(self, sequence: Sequence, result: ProcessedImages | EverliftError) -> None:
+        if not self._is_preparing(sequence):
+            return
+        try:
+            if isinstance(result, EverliftError):
+                raise result
+            sequence.set_processed_images(result, self._limits)
+        except EverliftError as error:
+            log.warning("images refused", request_id=sequence.request_id, error=error.slug)
+            refused = isinstance(error, InvalidRequest)
+            self._end_unstarted(sequence, Stop.REFUSED if refused else Stop.FAILED, error)
+            return
+        self._start_prepared(sequence)
+
+    def _start_prepared(self, sequence: Sequence) -> None:
         if (stop := sequence.stop(self._limits)) is not None:
             self._end_unstarted(sequence, stop)
             return
-        del self._compiling[sequence.key]
+        del self._preparing[sequence.key]
         self._engine.start(sequence)
 
     def _end_unstarted(
         self, sequence: Sequence, stop: Stop, error: EverliftError | None = None
     ) -> None:
-        del self._compiling[sequence.key]
+        del self._preparing[sequence.key]
         self._pending.discard(sequence.key)
         self._forward(sequence.outcome(stop, error))
 
@@ -361,7 +445,7 @@ class Sessions:
             key = SequenceKey(abort.epoch, choice)
             session.outbox.drop(key)
             attempt.choices.discard(choice)
-            unstarted = self._incomplete if key in self._incomplete else self._compiling
+            unstarted = self._incomplete if key in self._incomplete else self._preparing
             if unstarted.pop(key, None) is not None:
                 self._pending.discard(key)
         if not attempt.choices:

@@ -9,13 +9,17 @@ from typing import Protocol
 from everlift.errors import EverliftError
 from everlift.sampling import TokenLogprobs
 from worker.engine.blocks import ChunkChanges
+from worker.engine.images import ImageProcessor
 from worker.engine.outcome import SequenceKey, Stop
 from worker.engine.sequence import Sequence as EngineSequence
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRow:
-    """Part of one sequence in a step: ``count`` tokens, the first of them at ``start``."""
+    """Part of one sequence in a step: ``count`` tokens, the first of them at ``start``.
+
+    Tokens of images count.
+    """
 
     key: SequenceKey
     start: int
@@ -53,6 +57,11 @@ class SampledTokens:
 
 class Core(Protocol):
     """Engine core of vLLM, in the thread that calls it."""
+
+    @property
+    def image_processor(self) -> ImageProcessor | None:
+        """Processor of images, whose results ``add`` expects; None without images."""
+        ...
 
     @property
     def num_free_blocks(self) -> int:

@@ -17,6 +17,7 @@ from everlift.engine_policy import EnginePolicy
 from everlift.errors import InvalidRequest
 from worker.engine.adapter import EngineBroken
 from worker.engine.blocks import ChunkChanges
+from worker.engine.images import ImageProcessor
 from worker.engine.limits import Limits, blocks_for
 from worker.engine.load import Counters, Load, Occupant
 from worker.engine.outcome import Abort, Outcome, SequenceKey, Stop
@@ -79,6 +80,10 @@ class VllmEngine:
     @property
     def limits(self) -> Limits:
         return self._limits
+
+    @property
+    def image_processor(self) -> ImageProcessor | None:
+        return self._core.image_processor
 
     @property
     def has_work(self) -> bool:
@@ -153,7 +158,7 @@ class VllmEngine:
         starts = {row.key: row.start for row in step.rows}
         newcomers = [self._sequences[key] for key in step.admitted]
         for sequence in newcomers:
-            self._admit(sequence, starts[sequence.key])
+            self._admit(sequence, sequence.position_of(starts[sequence.key]))
         rows = self._rows(step.rows)
         self._count(rows, step.rows)
         if self.before_admission is not None and newcomers:
@@ -161,7 +166,8 @@ class VllmEngine:
         if self.breakdowns is not None:
             self.breakdowns.begin_step(rows, vacated, newcomers, self._now)
         for row in step.rows:
-            self._running[row.key].num_computed = row.start + row.count
+            sequence = self._running[row.key]
+            sequence.num_computed = sequence.position_of(row.start + row.count)
 
     def _admit(self, sequence: Sequence, num_cached: int) -> None:
         self._waiting.remove(sequence)
@@ -176,7 +182,7 @@ class VllmEngine:
         """Take a sequence out of the batch, and return the slot that it had."""
         slot = self._vacate(sequence)
         sequence.num_computed_before = sequence.most_computed
-        self._released_blocks += blocks_for(sequence.num_computed)
+        self._released_blocks += _num_blocks(sequence)
         sequence.num_computed = 0
         sequence.mark_preempted()
         self._waiting.push(sequence)
@@ -194,7 +200,8 @@ class VllmEngine:
         running = [self._running[row.key] for row in rows]
         counts = np.array([row.count for row in rows], np.int64)
         starts = np.array([row.start for row in rows], np.int64)
-        ends = np.array([sequence.num_known for sequence in running], np.int64)
+        known = [sequence.num_known + sequence.num_image_tokens for sequence in running]
+        ends = np.array(known, np.int64)
         return Rows(
             slots=np.array([sequence.slot for sequence in running], np.int64),
             starts=starts,
@@ -213,10 +220,11 @@ class VllmEngine:
         self._counters.slot_steps += len(rows)
         for row in scheduled:
             sequence = self._running[row.key]
-            end = min(row.start + row.count, sequence.num_computed_before)
-            if end > row.start:
-                self._counters.recomputed_tokens += end - row.start
-                sequence.count_recomputed(end - row.start)
+            start = sequence.position_of(row.start)
+            end = min(sequence.position_of(row.start + row.count), sequence.num_computed_before)
+            if end > start:
+                self._counters.recomputed_tokens += end - start
+                sequence.count_recomputed(end - start)
 
     def _commit(self, sampled: SampledTokens) -> Outcome:
         """Append sampled tokens to their sequence, and return the outcome that reports them."""
@@ -250,7 +258,7 @@ class VllmEngine:
         if sequence in self._waiting:
             self._waiting.remove(sequence)
         else:
-            self._released_blocks += blocks_for(sequence.num_computed)
+            self._released_blocks += _num_blocks(sequence)
             slot = self._vacate(sequence)
             if self.breakdowns is not None:
                 self.breakdowns.drop_slots([slot])
@@ -300,3 +308,8 @@ class VllmEngine:
 
     def close(self) -> None:
         self._core.close()
+
+
+def _num_blocks(sequence: Sequence) -> int:
+    """Return the number of blocks that the computed tokens of a sequence take."""
+    return blocks_for(sequence.num_computed + sequence.num_image_tokens)

@@ -33,7 +33,10 @@ def sampling_params(sequence: Sequence, limits: Limits) -> SamplingParams:
         "frequency_penalty": sampling.frequency_penalty,
         "repetition_penalty": sampling.repetition_penalty,
         "min_tokens": min(sampling.min_tokens, sequence.max_tokens),
-        "max_tokens": min(sequence.max_tokens, limits.max_model_len - sequence.num_prompt),
+        "max_tokens": min(
+            sequence.max_tokens,
+            limits.max_model_len - sequence.num_prompt - sequence.num_image_tokens,
+        ),
         "stop_token_ids": sorted(sequence.stop_token_ids),
         "ignore_eos": True,
         "detokenize": False,

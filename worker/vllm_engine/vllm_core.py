@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from vllm.config import KVEventsConfig, VllmConfig
 from vllm.config.lora import MaxLoRARanks
@@ -23,6 +23,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from everlift import model_files
 from everlift.errors import EngineFailed, EverliftError, InvalidRequest
 from everlift.hashes import BLOCK_SIZE
+from everlift.images import MAX_IMAGES
 from everlift.sampling import TokenLogprobs
 from worker.config import WorkerConfig
 from worker.device.device_kind import DeviceKind
@@ -33,6 +34,7 @@ from worker.engine.sequence import Sequence as EngineSequence
 from worker.model.adapters import Adapter, read_adapters
 from worker.vllm_engine.core import SampledTokens, ScheduledRow, ScheduledStep
 from worker.vllm_engine.executor import WatchedExecutor
+from worker.vllm_engine.images import VllmImages
 from worker.vllm_engine.params import sampling_params
 from worker.vllm_engine.prefix_cache import PrefixCache, RemovedBlocks, StoredBlocks
 
@@ -90,8 +92,13 @@ class VllmCore:
         for request in self._adapters.values():
             self._core.add_lora(request)
             self._core.pin_lora(request.lora_int_id)
+        model = self._config.model_config
+        images = VllmImages(model) if model.is_multimodal_model else None
+        self.image_processor = images if images is not None and images.max_images else None
         self.limits = replace(
-            Limits.of(config, self.device), adapters={it.name: it.digest for it in adapters}
+            Limits.of(config, self.device),
+            adapters={it.name: it.digest for it in adapters},
+            max_images=0 if images is None else images.max_images,
         )
 
     @property
@@ -108,11 +115,13 @@ class VllmCore:
 
     def add(self, sequence: EngineSequence) -> None:
         params = sampling_params(sequence, self.limits)
-        name = _name(sequence.key)
+        name, images = _name(sequence.key), sequence.processed_images
         request = EngineCoreRequest(
             request_id=name,
-            prompt_token_ids=sequence.tokens[: sequence.num_prompt],
-            mm_features=None,
+            prompt_token_ids=(
+                images.prompt_ids if images else sequence.tokens[: sequence.num_prompt]
+            ),
+            mm_features=cast(Any, images.features) if images else None,
             sampling_params=params,
             pooling_params=None,
             # Only the order counts.
@@ -195,7 +204,10 @@ class _Publisher:
     def publish(self, batch: KVEventBatch) -> None:
         for event in batch.events:
             if isinstance(event, BlockStored):
-                names = [_bytes(name) for name in event.block_hashes]
+                # Routers cannot know a block with tokens of an image, nor one after it.
+                if not (count := _num_without_image(event)):
+                    continue
+                names = [_bytes(name) for name in event.block_hashes[:count]]
                 parent = event.parent_block_hash
                 before = None if parent is None else _bytes(parent)
                 salt = _salt(event) if parent is None else b""
@@ -205,6 +217,14 @@ class _Publisher:
 
     def shutdown(self) -> None:
         """Do nothing."""
+
+
+def _num_without_image(event: BlockStored) -> int:
+    """Return the number of blocks before the first one that has tokens of an image."""
+    for number, keys in enumerate(event.extra_keys or ()):
+        if any(isinstance(key, tuple) for key in keys or ()):
+            return number
+    return len(event.block_hashes)
 
 
 def _salt(event: BlockStored) -> bytes:
@@ -285,6 +305,9 @@ def _vllm_config(config: WorkerConfig, directory: Path, adapters: list[Adapter])
         "skip_tokenizer_init": False,
         # The router has read the model's sampling defaults.
         "generation_config": "vllm",
+        "limit_mm_per_prompt": {"image": MAX_IMAGES, "video": 0, "audio": 0},
+        # Several requests seldom have the same image, and tenants must not share it.
+        "mm_processor_cache_gb": 0,
         "scheduler_cls": _SCHEDULER,
         "async_scheduling": False,
         "disable_log_stats": True,

@@ -1,6 +1,7 @@
 """Core that plans like vLLM and computes the tokens of the fake runner.
 
-A sequence with an adapter has the output of a prompt that begins with the adapter's name.
+A sequence with an adapter has the output of a prompt that begins with the adapter's name, and one
+with images that of a prompt with the images' tokens.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from dataclasses import dataclass, field
 
 from everlift.errors import InvalidRequest
 from everlift.hashes import BLOCK_SIZE
+from everlift.images import Image
 from everlift.sampling import TokenLogprobs
 from worker.engine.blocks import NO_CHANGES, ChunkChanges
+from worker.engine.images import ImageProcessor, ProcessedImages
 from worker.engine.limits import Limits, blocks_for
 from worker.engine.outcome import SequenceKey, Stop
 from worker.engine.sequence import Sequence as EngineSequence
@@ -21,13 +24,28 @@ from worker.vllm_engine.core import SampledTokens, ScheduledRow, ScheduledStep
 
 @dataclass
 class _Held:
-    """Sequence as the core has it: with a copy of its tokens."""
+    """Sequence as the core has it: with a copy of its tokens, and those of its images."""
 
     sequence: EngineSequence
     tokens: list[int]
+    num_prompt: int
     num_computed: int = 0
     blocks: int = 0
     is_scored: bool = False
+
+
+#: Placeholder of an image for ``process_images``, and tokens that the image takes.
+PLACEHOLDER_ID, IMAGE_TOKENS = 512, 5
+
+
+def process_images(prompt: Sequence[int], images: Sequence[Image], salt: bytes) -> ProcessedImages:
+    """Replace each placeholder by tokens that follow from the image."""
+    if prompt.count(PLACEHOLDER_ID) != len(images):
+        raise InvalidRequest("an image has no placeholder", field="images")
+    ids, rest = list[int](), iter(images)
+    for token in prompt:
+        ids += next(rest).digest[:IMAGE_TOKENS] if token == PLACEHOLDER_ID else [token]
+    return ProcessedImages(ids, None)
 
 
 @dataclass
@@ -40,6 +58,7 @@ class FakeCore:
     limits: Limits
     refused: set[str] = field(default_factory=set)
     failure: Exception | None = None
+    image_processor: ImageProcessor | None = None
     waiting: list[_Held] = field(default_factory=list)
     running: list[_Held] = field(default_factory=list)
     cached: set[bytes] = field(default_factory=set)
@@ -52,7 +71,11 @@ class FakeCore:
     def add(self, sequence: EngineSequence) -> None:
         if sequence.request_id in self.refused:
             raise InvalidRequest("refused")
-        self.waiting.append(_Held(sequence, [*sequence.tokens]))
+        output = sequence.tokens[sequence.num_prompt :]
+        prompt = sequence.tokens[: sequence.num_prompt]
+        if sequence.processed_images is not None:
+            prompt = sequence.processed_images.prompt_ids
+        self.waiting.append(_Held(sequence, [*prompt, *output], len(prompt)))
 
     def remove(self, keys: Sequence[SequenceKey]) -> None:
         for held in (self.waiting, self.running):
@@ -101,7 +124,7 @@ class FakeCore:
         return True
 
     def _num_cached(self, held: _Held) -> int:
-        if held.sequence.sampling.prompt_logprobs is not None:
+        if held.sequence.sampling.prompt_logprobs is not None or held.sequence.images:
             return 0
         number = 0
         while (number + 1) * BLOCK_SIZE < len(held.tokens):
@@ -114,12 +137,12 @@ class FakeCore:
         sequence, sampling = held.sequence, held.sequence.sampling
         held.num_computed += count
         for number in range(held.num_computed // BLOCK_SIZE):
-            if (number + 1) * BLOCK_SIZE <= len(sequence.tokens):
+            if not sequence.images and (number + 1) * BLOCK_SIZE <= len(sequence.tokens):
                 self.cached.add(sequence.block_hash(number))
         if held.num_computed < len(held.tokens):
             return None
-        prompt = [*sequence.adapter.encode(), *held.tokens[: sequence.num_prompt]]
-        position = len(held.tokens) - sequence.num_prompt
+        prompt = [*sequence.adapter.encode(), *held.tokens[: held.num_prompt]]
+        position = len(held.tokens) - held.num_prompt
         choice = sequence.key.choice
         whole = expected_tokens(prompt, position + 1, sampling=sampling, choice=choice)
         held.tokens.append(token := whole[position])

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import sys
+from itertools import count
 
 import pytest
 
 from everlift.engine_policy import DEFAULT
 from everlift.errors import SettingsError
+from everlift.images import Image
 from everlift.settings import load
+from tests.support.images import png
 from tests.support.worker.engine_contract import prompt, run, sequence
-from tests.support.worker.fake_vllm_core import FakeCore
+from tests.support.worker.fake_vllm_core import (
+    IMAGE_TOKENS,
+    PLACEHOLDER_ID,
+    FakeCore,
+    process_images,
+)
 from tests.support.worker.worker_support import limits
 from worker.config import WorkerConfig
 from worker.engine.adapter import EngineBroken
-from worker.engine.outcome import Abort, Stop
+from worker.engine.limits import Limits
+from worker.engine.outcome import Abort, Outcome, Stop
 from worker.engine.sequence import NO_SLOT, Sequence
+from worker.engine.time_breakdowns import SequenceBreakdown, TimeBreakdowns
 from worker.vllm_engine import version
 from worker.vllm_engine.engine import VllmEngine
 
 LIMITS = limits(num_blocks=64)
+IMAGE = Image.checked(png(1), "image")
 
 
 def test_refused_sequence_leaves_the_others() -> None:
@@ -102,6 +113,55 @@ def test_load_does_not_visit_waiting_sequences(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Sequence, "num_uncached", property(num_known))
     assert engine.load().num_waiting == 30
     assert visited == []
+
+
+def with_image(limits: Limits, *output: int, first: int = 1) -> Sequence:
+    tokens = [PLACEHOLDER_ID, *prompt(11, first)]
+    each = sequence(tokens, output, images=(IMAGE,), max_tokens=6)
+    each.set_processed_images(process_images(tokens, each.images, b""), limits)
+    return each
+
+
+def test_reports_leave_out_the_tokens_of_images() -> None:
+    # The prompt takes five steps, of which the first one computes a part of the image only.
+    few = limits(num_blocks=64, max_num_batched_tokens=4)
+    engine, moments = VllmEngine(FakeCore(few), few), count()
+    engine.breakdowns = TimeBreakdowns(few.max_num_seqs, lambda: float(next(moments)))
+    engine.add(each := with_image(few))
+    outcomes, reports, computed = list[Outcome](), list[SequenceBreakdown](), list[int]()
+    while engine.has_work:
+        outcomes += engine.step((), float(next(moments)))
+        computed.append(each.num_computed)
+        engine.breakdowns.end_step()
+        reports += engine.breakdowns.report()
+    assert computed == [0, 4, 8, 12, 13, 14, 15, 16, 17]
+    assert [it.num_computed for it in outcomes] == [12, 13, 14, 15, 16, 17]
+    assert engine.load().computed_tokens == 12 + IMAGE_TOKENS - 1 + 5
+    last = reports[-1].breakdown
+    assert (last.steps, last.seconds) == (9, last.until)
+    assert last.prefill_s > 0 < last.decode_s + last.decode_interference_s
+    assert last.recompute_s == last.prefill_interference_s == 0
+
+
+@pytest.mark.parametrize("done", range(1, 6))
+def test_sequence_with_image_continues_at_every_token(done: int) -> None:
+    whole = with_image(LIMITS)
+    tokens, stop = run(VllmEngine(FakeCore(LIMITS), LIMITS), whole).of(whole)
+    rest = with_image(LIMITS, *tokens[:done])
+    assert run(VllmEngine(FakeCore(LIMITS), LIMITS), rest).of(rest) == (tokens[done:], stop)
+
+
+def test_preempted_sequences_with_images_are_counted() -> None:
+    few = limits(num_blocks=4)
+    engine = VllmEngine(FakeCore(few), few)
+    given = [with_image(few, first=first) for first in range(4)]
+    for each in given:
+        each.max_tokens = 40
+    collected = run(engine, *given)
+    load = engine.load()
+    assert load.preemptions and load.blocks_used == 0
+    assert {*collected.stops.values()} == {Stop.LENGTH}
+    assert 0 < load.counters.recomputed_tokens < load.computed_tokens
 
 
 def test_policy_has_no_effect() -> None:
