@@ -13,6 +13,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from everlift.address import strip_brackets
+from everlift.images import MAX_IMAGES
 from everlift.settings import CHECKED, Amount, Count, NotNegative, Port, Positive
 from everlift.tls import InternalTls, Tls, check_pair, make_absolute
 
@@ -90,6 +91,11 @@ class RouterConfig:
     session_from: tuple[SessionField, ...] = ()
     #: largest body of an HTTP request; a larger one is refused with 413
     max_body_bytes: Annotated[int, Field(ge=1 << 10)] = 8 << 20
+    #: largest number of images of a request; more are refused (out_of_range)
+    max_images: Annotated[int, Field(ge=0, le=MAX_IMAGES)] = 8
+    #: largest size of all images of a request together, in bytes. The ledger stores each image
+    #: once, for as long as it has a request with it
+    max_image_bytes: Annotated[int, Field(ge=1 << 10, le=16 << 20)] = 4 << 20
     #: interval, in seconds, in which a stream of server-sent events sends at least something: at
     #: first its headers, later an SSE comment line; 0 disables both
     keep_alive: NotNegative = 15.0

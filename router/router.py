@@ -155,6 +155,8 @@ class Router:
         )
         model.clamps_max_tokens = config.clamp_max_tokens
         model.computes_chunks = config.locality
+        model.max_images = config.max_images
+        model.max_image_bytes = config.max_image_bytes
         model.aliases = config.served_model_names
         model.adapters = {it.name: it.root for it in parse_adapters(config.adapters)}
         model.is_active = await ledger.is_active()

@@ -116,7 +116,8 @@ class WorkerLink:
             added = frame.starts.add(prompt_ids=start.prompt_ids)
             start.ClearField("prompt_ids")
             added.MergeFrom(start)
-        self._outbox.add(frame, is_large=num_ids > _LARGE_IDS)
+        has_images = any(start.images for start in starts)
+        self._outbox.add(frame, is_large=has_images or num_ids > _LARGE_IDS)
 
     def abort(self, epoch: int, choices: Sequence[int]) -> None:
         abort = session_pb2.Abort(epoch=epoch, choices=choices)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everlift.errors import NoChatTemplate, OutOfRange, Unsupported
+from everlift.images import Image
 from everlift.sampling import Grammar
 from router.chat.conversation import Conversation
 from router.chat.parsers.base import Parser
@@ -25,13 +26,15 @@ class RenderedChat:
     """Prompt of a conversation, and the tools that its output may call.
 
     ``prompt`` is a text with special tokens. ``grammar`` constrains the output, unless it is None.
-    ``formats`` are those in which the model writes tool calls and reasoning.
+    ``formats`` are those in which the model writes tool calls and reasoning. ``images`` are in the
+    order of their placeholders in the prompt.
     """
 
     prompt: str
     grammar: Grammar | None
     tools: ToolUse
     formats: Formats
+    images: tuple[Image, ...] = ()
 
     def parser(self, name: str, choice: int, *, is_constrained: bool = False) -> Parser:
         """Return a parser that separates a choice's reasoning, content and tool calls.
@@ -75,13 +78,14 @@ class ChatRenderer:
     async def render(self, conversation: Conversation) -> RenderedChat:
         """Return the prompt of a conversation, and what its output may be.
 
-        Raises NoChatTemplate, Unsupported or OutOfRange for a template of the conversation,
-        InvalidRequest if the tools are invalid, QueueFull if too many chats
-        wait to be rendered, and EverliftError if no renderer process can be started.
+        Raises NoChatTemplate, Unsupported or OutOfRange for a template of the conversation, and
+        UnsupportedContent or OutOfRange for images that the model does not take. Raises
+        InvalidRequest if the tools are invalid, QueueFull if too many chats wait to be rendered,
+        and EverliftError if no renderer process can be started.
         """
         prompt = await self._text(conversation)
         self._model.check_fits(prompt)
-        return self.rendered(prompt, conversation.tools)
+        return replace(self.rendered(prompt, conversation.tools), images=conversation.images)
 
     def rendered(self, prompt: str, tools: ToolUse) -> RenderedChat:
         """Return a prompt that was rendered before, or its end, with its tools."""
@@ -108,6 +112,7 @@ class ChatRenderer:
         )
 
     async def _text(self, conversation: Conversation) -> str:
+        self._model.check_images(conversation.images)
         own = conversation.chat_template
         if own is not None:
             self._check_template(own)

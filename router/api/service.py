@@ -239,10 +239,11 @@ class Inference:
         with self._recording_rejections(trace, journal.called_at, x_request_id):
             request_id = caller.qualify(message.request_id)
             prompt = message.text or message.tokens.ids
+            size = len(prompt) + sum(map(len, message.images))
             if message.text or not message.HasField("truncate_prompt_tokens"):
                 self._model.check_fits(prompt)
             submission = await tokenizer.with_text(
-                len(prompt),
+                size,
                 lambda: caller.limits.fitted(
                     Submission.from_proto(
                         message,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from pydantic_core import PydanticSerializationError, to_json
@@ -16,12 +17,14 @@ MAX_DEPTH = 64
 _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
-def check_json(name: str, value: Any, max_bytes: int) -> None:
+def check_json(
+    name: str, value: Any, max_bytes: int, num_exempt: Callable[[Any], int] = lambda value: 0
+) -> None:
     """Check a JSON value of a request; ``name`` is its name in error messages.
 
     Raises OutOfRange if the value has more than MAX_DEPTH levels, or more than ``max_bytes`` bytes
-    when serialised. Raises NotUtf8 for an unpaired surrogate, and InvalidRequest for NaN or an
-    infinite number.
+    when serialised; the number of bytes that ``num_exempt`` returns does not count. Raises NotUtf8
+    for an unpaired surrogate, and InvalidRequest for NaN or an infinite number.
     """
     check_depth(name, value)
     try:
@@ -32,8 +35,8 @@ def check_json(name: str, value: Any, max_bytes: int) -> None:
     # A string may contain these words as well.
     if b"NaN" in data or b"Infinity" in data:
         _check_numbers(name, value)
-    if len(data) > max_bytes:
-        raise OutOfRange(f"{name} has {len(data)} bytes; at most {max_bytes} are allowed")
+    if len(data) > max_bytes and (size := len(data) - num_exempt(value)) > max_bytes:
+        raise OutOfRange(f"{name} has {size} bytes; at most {max_bytes} are allowed")
 
 
 def _check_numbers(name: str, value: Any) -> None:

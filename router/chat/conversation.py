@@ -11,9 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from everlift.images import Image
 from router.chat.tools import ToolUse
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
+#: Part of a message.
+Part = str | Image
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Message of one party: its text in ``parts``, and what belongs to its role.
+    """Message of one party: its texts and images in ``parts``, and what belongs to its role.
 
     A turn of the role ``assistant`` may have the ``reasoning`` that preceded its text, and the tool
     ``calls`` that followed it. A turn of the role ``tool`` is the result of the call ``call_id``.
@@ -39,7 +42,7 @@ class Turn:
     """
 
     role: Role
-    parts: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = ()
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
     call_id: str = ""
@@ -47,8 +50,12 @@ class Turn:
 
     @property
     def text(self) -> str:
-        """Return the text of all parts, joined by line breaks."""
-        return "\n".join(self.parts)
+        """Return the texts of all parts, joined by line breaks."""
+        return "\n".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        return tuple(part for part in self.parts if isinstance(part, Image))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,10 @@ class Conversation:
     documents: Sequence[Mapping[str, object]] | None = None
     chat_template: str | None = None
 
+    @property
+    def images(self) -> tuple[Image, ...]:
+        return tuple(image for turn in self.turns for image in turn.images)
+
 
 def with_function_names(turns: Iterable[Turn]) -> list[Turn]:
     """Return the turns, where each tool result without a name has the name of the called function.
@@ -88,7 +99,7 @@ def with_function_names(turns: Iterable[Turn]) -> list[Turn]:
 def num_characters(turns: Sequence[Turn]) -> int:
     """Return the number of characters of all texts and of the tool calls' arguments."""
     return sum(
-        sum(map(len, turn.parts))
+        sum(len(part) for part in turn.parts if isinstance(part, str))
         + len(turn.reasoning)
         + sum(num_text_characters(call.arguments) for call in turn.calls)
         for turn in turns

@@ -1,8 +1,8 @@
 """Messages of OpenAI's chat completions, and those that a chat template reads. Pure.
 
 Templates are written for the form that transformers gives them, which differs from what OpenAI's
-clients send. In the templates' form, content is a single text, the arguments of a call are an
-object instead of JSON text, and members that are null are absent.
+clients send. In the templates' form, content is a single text, or a list of parts if it has images,
+the arguments of a call are an object instead of JSON text, and members that are null are absent.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from everlift.errors import InvalidRequest, OutOfRange, UnsupportedContent
+from everlift.images import Image
 from router.chat.checks import check_depth, check_function_name, check_json
-from router.chat.conversation import Role, ToolCall, Turn, with_function_names
+from router.chat.conversation import Part, Role, ToolCall, Turn, with_function_names
+from router.chat.images import IMAGE_PARTS, image_of_part, num_image_characters
 
 Message = dict[str, Any]
 
 MAX_MESSAGES = 8192
+#: Maximum size of the messages of a request without its images.
 MAX_BYTES = 4 << 20
 
 _ROLES: tuple[Role, ...] = get_args(Role)
@@ -32,15 +35,15 @@ def chat_turns(raw: object) -> tuple[Turn, ...]:
     """Return the turns of a chat completion's ``messages``.
 
     Members that are unknown or null are ignored, because clients send answers back as they received
-    them and add members of their own. Raises UnsupportedContent for content other than text,
-    OutOfRange for too many or too large messages, NotUtf8 for an unpaired surrogate, and
+    them and add members of their own. Raises UnsupportedContent for content other than texts and
+    images, OutOfRange for too many or too large messages, NotUtf8 for an unpaired surrogate, and
     InvalidRequest for anything else that is wrong. The error names the faulty member.
     """
     if not isinstance(raw, list) or not raw:
         raise InvalidRequest("messages must be a list of at least one message")
     if len(raw) > MAX_MESSAGES:
         raise OutOfRange(f"messages has {len(raw)} messages; at most {MAX_MESSAGES} are allowed")
-    check_json("messages", raw, MAX_BYTES)
+    check_json("messages", raw, MAX_BYTES, num_image_characters)
     return tuple(_turn(f"messages[{i}]", message) for i, message in enumerate(raw))
 
 
@@ -68,13 +71,17 @@ def _turn(at: str, raw: object) -> Turn:
     return Turn(role, parts, name=name)
 
 
-def template_messages(turns: Sequence[Turn]) -> list[Message]:
-    """Return turns as the messages that a chat template reads."""
-    return [_template_message(turn) for turn in with_function_names(turns)]
+def template_messages(turns: Sequence[Turn], *, as_parts: bool = False) -> list[Message]:
+    """Return turns as the messages that a chat template reads.
+
+    ``as_parts``: the content of all messages is a list of parts, not only if it has images.
+    """
+    return [_template_message(turn, as_parts) for turn in with_function_names(turns)]
 
 
-def _template_message(turn: Turn) -> Message:
-    message: Message = {"role": turn.role, "content": turn.text}
+def _template_message(turn: Turn, as_parts: bool) -> Message:
+    content = _template_parts(turn) if as_parts or turn.images else turn.text
+    message: Message = {"role": turn.role, "content": content}
     if turn.name:
         message["name"] = turn.name
     if turn.call_id:
@@ -96,8 +103,15 @@ def _template_message(turn: Turn) -> Message:
     return message
 
 
-def _parts(at: str, message: Message) -> tuple[str, ...]:
-    """Return the texts of a message's content; errors name the message's position ``at``.
+def _template_parts(turn: Turn) -> list[dict[str, str]]:
+    return [
+        {"type": "image"} if isinstance(part, Image) else {"type": "text", "text": part}
+        for part in turn.parts
+    ]
+
+
+def _parts(at: str, message: Message) -> tuple[Part, ...]:
+    """Return the parts of a message's content; errors name the message's position ``at``.
 
     An assistant's message may have no content; usually it then has tool calls or a refusal, which
     takes the place of the content.
@@ -106,31 +120,41 @@ def _parts(at: str, message: Message) -> tuple[str, ...]:
     if message["role"] == "assistant" and content in (None, []):
         refusal = text_of(f"{at}.refusal", message.get("refusal", ""))
         return (refusal,) if refusal else ()
-    return text_parts(f"{at}.content", content)
+    return parts_of(f"{at}.content", content, message["role"])
 
 
-def text_parts(at: str, content: object) -> tuple[str, ...]:
-    """Return the texts of a message's ``content``, a text or a list of parts.
+def parts_of(at: str, content: object, role: Role) -> tuple[Part, ...]:
+    """Return the parts of a message's ``content``, a text or a list of parts.
 
     Errors name the position ``at`` in the request. Raises UnsupportedContent for a part other than
-    text, and InvalidRequest for an empty list or another type.
+    a text or, in messages of the user, an image. Raises InvalidRequest for an empty list or another
+    type, and for an invalid image.
     """
     if isinstance(content, str):
         return (content,)
     if not isinstance(content, list) or not content:
         raise InvalidRequest(f"{at} must be a text or a list of parts")
-    return tuple(_part(f"{at}[{i}]", part) for i, part in enumerate(content))
+    return tuple(_part(f"{at}[{i}]", part, role) for i, part in enumerate(content))
 
 
-def _part(at: str, part: object) -> str:
+def _part(at: str, part: object, role: Role) -> Part:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(part, dict) or not isinstance(kind, str):
         raise InvalidRequest(f"{at} must be an object with a type")
     if kind == "refusal":
         return text_of(f"{at}.refusal", part.get("refusal"))
+    if kind in IMAGE_PARTS[:2]:
+        check_image_role(at, role)
+        return image_of_part(at, part)
     if kind not in _TEXT_PARTS:
-        raise UnsupportedContent(f"{at}: this model accepts only text, not {kind[:64]}")
+        raise UnsupportedContent(f"{at}: models read texts and images, not {kind[:64]}", field=at)
     return text_of(f"{at}.text", part.get("text"))
+
+
+def check_image_role(at: str, role: Role) -> None:
+    """Raise UnsupportedContent, naming ``at``, if a message of ``role`` may have no images."""
+    if role != "user":
+        raise UnsupportedContent(f"{at}: only messages of the user may have images", field=at)
 
 
 def text_of(at: str, value: object) -> str:

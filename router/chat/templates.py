@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -29,6 +30,11 @@ _MAX_WAITING_BYTES = 64 << 20
 #: Maximum characters of a conversation that is serialised in the event loop; longer ones are
 #: serialised in a thread.
 _INLINE_CHARACTERS = 1 << 16
+#: Loop of a template over the parts of a message, and test whether the content is a text instead.
+_LOOP_OVER_PARTS = re.compile(
+    r"\bfor\s+\w+\s+in\s+\w+(?:\.content|\[\s*['\"]content['\"]\s*\])\s*(?:\||-?%|\bif\b)"
+)
+_TEST_FOR_TEXT = re.compile(r"\bis\s+string\b")
 _DEFAULTS = RouterConfig()
 _NO_VARIABLES: Mapping[str, object] = {}
 
@@ -47,6 +53,7 @@ class ChatTemplate:
 
     def __init__(self, templates: Templates, config: RouterConfig, max_characters: int) -> None:
         self._templates = templates
+        self._reads_only_parts = _reads_only_parts(templates.default + templates.tool_use)
         #: formats in which the model writes tool calls and reasoning
         self.formats = Formats.of(config.tool_format, config.reasoning_format, templates.tool_use)
         launch = Launch(
@@ -112,9 +119,11 @@ class ChatTemplate:
         """
 
         def encode() -> bytes:
+            as_parts = _reads_only_parts(chat_template) if chat_template else self._reads_only_parts
+            messages = template_messages(turns, as_parts=as_parts)
             return frames.encode(
                 {
-                    "messages": self._with_roles(template_messages(turns), chat_template),
+                    "messages": self._with_roles(messages, chat_template),
                     "tools": tools,
                     "add_generation_prompt": add_generation_prompt,
                     "continue_final_message": continue_final_message,
@@ -164,6 +173,11 @@ class ChatTemplate:
             self._waiting_bytes -= len(chat.request)
             if not chat.text.done():
                 await _render(process, chat)
+
+
+def _reads_only_parts(template: str) -> bool:
+    """Return whether a template would leave out a content that is a text."""
+    return bool(_LOOP_OVER_PARTS.search(template)) and not _TEST_FOR_TEXT.search(template)
 
 
 async def _render(process: RendererProcess, chat: _Chat) -> None:

@@ -237,8 +237,9 @@ class AttemptRunner:
         """Send the Start messages of these choices; return False if no stream to the worker exists.
 
         The first message omits the chunks of ``prefix``. The others omit all chunks that the
-        choices have in common, because the worker gets these from the first message. If the choices
-        are long, some are sent now and the others in later turns of the event loop.
+        choices have in common, because the worker gets these from the first message, and the files
+        of the images. If the choices are long, some are sent now and the others in later turns of
+        the event loop.
         """
         shared = self._chunk_hashes(live) if len(choices) > 1 else ()
         starts: list[session_pb2.Start] = []
@@ -248,7 +249,7 @@ class AttemptRunner:
             room -= known - CHUNK_SIZE * len(prefix)
             if starts and room < 0:
                 break
-            starts.append(messages.start(live, choice, prefix))
+            starts.append(messages.start(live, choice, prefix, has_images=not starts))
             prefix = shared
         if later := choices[len(starts) :]:
             loop = asyncio.get_running_loop()

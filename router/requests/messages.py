@@ -14,11 +14,14 @@ from router.prediction.predictor import Prediction
 from router.requests.request import Choice, LiveRequest
 
 
-def start(live: LiveRequest, choice: Choice, prefix: Sequence[bytes] = ()) -> session_pb2.Start:
+def start(
+    live: LiveRequest, choice: Choice, prefix: Sequence[bytes] = (), *, has_images: bool = True
+) -> session_pb2.Start:
     """Return the message that makes a worker start a choice, or resume it after earlier output.
 
     ``prefix`` has the hashes of the leading chunks that the worker is expected to have in its
-    prefix cache. The tokens of these chunks are left out.
+    prefix cache. The tokens of these chunks are left out. ``has_images``: the message has the files
+    of the images, which another message of the attempt has otherwise.
     """
     request = live.request
     num_omitted = len(prefix) * CHUNK_SIZE
@@ -48,6 +51,10 @@ def start(live: LiveRequest, choice: Choice, prefix: Sequence[bytes] = ()) -> se
         session=request.session,
         adapter=request.adapter,
         adapter_digest=request.adapter_digest,
+        images=[
+            session_pb2.Image(digest=image.digest, data=image.data if has_images else b"")
+            for image in request.images
+        ],
     )
 
 

@@ -162,6 +162,8 @@ class RequestRegistry:
         self.locks = KeyedLock()
         self._tasks = tasks
         self._live: dict[str, LiveRequest] = {}
+        #: size of the images of all owned requests, in bytes
+        self.num_image_bytes = 0
 
     def __len__(self) -> int:
         return len(self._live)
@@ -195,11 +197,13 @@ class RequestRegistry:
         self.recent.discard(live.request_id)
         self.quotas.start_renewal(live.request_id)
         self._live[live.request_id] = live
+        self.num_image_bytes += live.request.num_image_bytes
 
     def release(self, live: LiveRequest) -> None:
         """Stop owning the request, if it is owned."""
         if self.has(live):
             del self._live[live.request_id]
+            self.num_image_bytes -= live.request.num_image_bytes
             self.quotas.stop_renewal(live.request_id)
 
     def finalize(self, live: LiveRequest, entry: Entry) -> None:

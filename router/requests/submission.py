@@ -38,6 +38,11 @@ from router.requests.tokenizer import ServedModel
 
 log = logs.get_logger(__name__)
 
+#: Maximum size of the images of all unfinished requests of a router, which stay in its memory.
+_MAX_IMAGE_BYTES = 1 << 30
+#: Seconds after which a client may retry when a router had too many images.
+_IMAGES_S = 1.0
+
 
 class Submissions:
     """Opens new requests: checks, charges to quotas, stores in the ledger, and starts them.
@@ -112,6 +117,7 @@ class Submissions:
             raise RouterStopping("this router is stopping: send the request to another router")
         try:
             self._health.check_writable()
+            self._check_images(request)
             self._early_rejection.admit(
                 request_id, request.priority, self._leader_client.queued, now()
             )
@@ -130,6 +136,14 @@ class Submissions:
             self._early_rejection.withdraw_rejection(request_id)
             return self._predict(request)
         return prediction
+
+    def _check_images(self, request: Request) -> None:
+        size = request.num_image_bytes
+        if size and self._registry.num_image_bytes + size > _MAX_IMAGE_BYTES:
+            raise QueueFull(
+                f"the images of this router's requests take {_MAX_IMAGE_BYTES} bytes",
+                retry_after_s=_IMAGES_S,
+            )
 
     def _predict(self, request: Request) -> Prediction:
         cached = self._leader_client.cached_tokens(request.chunks, len(request.prompt_ids))

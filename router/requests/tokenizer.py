@@ -26,9 +26,11 @@ from everlift.errors import (
     PromptTooLong,
     RouterStopping,
     UnknownModel,
+    UnsupportedContent,
 )
 from everlift.hashes import BLOCK_SIZE, CHUNK_SIZE, chunk_hashes, chunk_id
 from everlift.hub import name_for_clients
+from everlift.images import MAX_IMAGES, Image
 from everlift.messages import Request, Submission
 from everlift.sampling import SamplingParams
 from everlift.text import Vocabulary
@@ -226,7 +228,8 @@ class ServedModel:
     request does not set. ``aliases`` are further names that clients may use. ``adapters`` has the
     roots (``AdapterSource``) of the model's LoRA adapters, by name. With ``clamps_max_tokens``, the
     max_tokens of every request is lowered to the part of the context that the prompt leaves free.
-    With ``computes_chunks``, requests have the ids of their prompts' chunks.
+    With ``computes_chunks``, requests have the ids of their prompts' chunks. ``max_images`` and
+    ``max_image_bytes`` limit the images of a request; workers may take fewer.
     """
 
     name: str
@@ -238,6 +241,8 @@ class ServedModel:
     sampling_defaults: SamplingParams = field(default_factory=SamplingParams)
     clamps_max_tokens: bool = False
     computes_chunks: bool = False
+    max_images: int = MAX_IMAGES
+    max_image_bytes: int = 4 << 20
     aliases: tuple[str, ...] = ()
     adapters: Mapping[str, str] = field(default_factory=dict)
     max_model_len: int | None = field(default=None, init=False)
@@ -249,6 +254,8 @@ class ServedModel:
     is_switching: bool = field(default=False, init=False)
     #: maximum number of tokens of a sequence that a worker can hold, by worker id
     _capacities: dict[str, int] = field(default_factory=dict, init=False)
+    #: number of images that every worker takes; None until a worker has announced it
+    _worker_images: int | None = field(default=None, init=False)
     #: digests of the adapters that the connected workers serve, by name
     _digests: dict[str, str] = field(default_factory=dict, init=False)
 
@@ -291,13 +298,14 @@ class ServedModel:
         )
 
     def assume_limit(self, last: session_pb2.WorkerInfo) -> None:
-        """Use the length limit that the worker ``last`` announced in the past.
+        """Use the limits that the worker ``last`` announced in the past.
 
-        The limit applies until a worker is connected (``update_limits``). The fingerprint stays
+        They apply until a worker is connected (``update_limits``). The fingerprint stays
         unknown until then. Do nothing if ``last`` had another model.
         """
         if last.model == self.name:
             self.max_model_len = _capacity(last)
+            self._worker_images = last.max_images
 
     def update_limits(self, workers: Sequence[session_pb2.WorkerInfo]) -> None:
         """Use the limits, the fingerprint and the adapters that the connected workers announced.
@@ -311,6 +319,7 @@ class ServedModel:
             }
             self.fingerprint = workers[-1].fingerprint
             self.max_model_len = min(self._capacities.values())
+            self._worker_images = min(worker.max_images for worker in workers)
 
     @property
     def longest_sequence(self) -> int:
@@ -370,6 +379,33 @@ class ServedModel:
             raise RouterStopping(f"{cause}, and one model is replacing another: try again")
         raise UnknownModel(cause, field="model")
 
+    def check_images(self, images: Sequence[Image]) -> None:
+        """Check the number and the total size of a request's images.
+
+        Raises UnsupportedContent if the model takes no images, and OutOfRange for too many images
+        or bytes.
+        """
+        if not images:
+            return
+        if self._worker_images == 0:
+            raise UnsupportedContent(
+                f"the model {self.name!r} takes no images with the engine of its workers",
+                field="images",
+            )
+        limit = min(self.max_images, self._worker_images or MAX_IMAGES)
+        if len(images) > limit:
+            raise OutOfRange(
+                f"the request has {len(images)} images; at most {limit} are allowed "
+                "(router.max_images, and the model's own limit)",
+                field="images",
+            )
+        if (size := sum(len(image.data) for image in images)) > self.max_image_bytes:
+            raise OutOfRange(
+                f"the images have {size} bytes; at most {self.max_image_bytes} are allowed "
+                "(router.max_image_bytes)",
+                field="images",
+            )
+
     def with_fingerprint(self, request: Request, *, has_output: bool) -> Request:
         """Return the request with the fingerprints of model and adapter that workers announced.
 
@@ -407,6 +443,7 @@ class ServedModel:
         """
         self.check_requested(submission.model)
         self._check_adapter(submission.adapter)
+        self.check_images(submission.images)
         prompt_ids, turn, hashes = self._prompt(submission, turns)
         max_output = self._max_output(len(prompt_ids))
         is_clamped = submission.clamp_max_tokens or self.clamps_max_tokens
@@ -453,6 +490,7 @@ class ServedModel:
             turn=turn,
             adapter=submission.adapter,
             adapter_digest=self._digests.get(submission.adapter, ""),
+            images=submission.images,
             prompt_field=_as_field(prompt_ids),
         )
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from everlift.errors import InvalidRequest, OutOfRange, UnsupportedContent
+from everlift.images import Image
 from router.api.anthropic.fields import CountTokensFields
 from router.chat.checks import check_function_name, check_json
-from router.chat.conversation import Conversation, ToolCall, Turn
-from router.chat.messages import MAX_BYTES, MAX_MESSAGES, text_of
+from router.chat.conversation import Conversation, Part, Role, ToolCall, Turn
+from router.chat.images import image_of_base64, num_image_characters
+from router.chat.messages import MAX_BYTES, MAX_MESSAGES, check_image_role, text_of
 from router.chat.tools import Choice, Function, ToolUse, checked_function, functions_of
 
 Block = dict[str, Any]
@@ -24,12 +27,12 @@ def conversation_of(fields: CountTokensFields) -> Conversation:
 
     If the last message is the assistant's, the answer continues it. The template variable
     ``enable_thinking`` states whether ``thinking`` was requested. Raises UnsupportedContent for
-    content other than text, OutOfRange for too many or too large messages or tools, NotUtf8 for
-    an unpaired surrogate, and InvalidRequest for other faults.
+    content other than texts and images, OutOfRange for too many or too large messages or tools,
+    NotUtf8 for an unpaired surrogate, and InvalidRequest for other faults.
     """
     if len(fields.messages) > MAX_MESSAGES:
         raise OutOfRange(f"at most {MAX_MESSAGES} messages, not {len(fields.messages)}")
-    check_json("messages", fields.messages, MAX_BYTES)
+    check_json("messages", fields.messages, MAX_BYTES, num_image_characters)
     turns = [
         *_system(fields.system),
         *(
@@ -52,17 +55,33 @@ def conversation_of(fields: CountTokensFields) -> Conversation:
 def _system(system: str | Sequence[object] | None) -> Iterator[Turn]:
     if system:
         check_json("system", system, MAX_BYTES)
-        yield Turn("system", _texts("system", system))
+        yield Turn("system", _parts("system", system, "system"))
 
 
-def _texts(at: str, content: object) -> tuple[str, ...]:
-    return tuple(_text(where, block) for where, block in _blocks(at, content))
+def _parts(at: str, content: object, role: Role) -> tuple[Part, ...]:
+    return tuple(_part(where, block, role) for where, block in _blocks(at, content))
 
 
-def _text(at: str, block: Block) -> str:
-    if block["type"] != "text":
-        raise UnsupportedContent(f"{at}: this model accepts only text, not {block['type'][:64]}")
+def _part(at: str, block: Block, role: Role) -> Part:
+    kind = block["type"]
+    if kind == "image":
+        check_image_role(at, role)
+        return _image(f"{at}.source", block.get("source"))
+    if kind != "text":
+        raise UnsupportedContent(f"{at}: models read texts and images, not {kind[:64]}", field=at)
     return text_of(f"{at}.text", block.get("text"))
+
+
+def _image(at: str, source: object) -> Image:
+    kind = source.get("type") if isinstance(source, dict) else None
+    if not isinstance(source, dict) or not isinstance(kind, str):
+        raise InvalidRequest(f"{at} must be an object with a type", field=at)
+    if kind != "base64":
+        raise UnsupportedContent(
+            f"{at}.type must be base64, not {kind[:64]}: the router fetches no files",
+            field=f"{at}.type",
+        )
+    return image_of_base64(f"{at}.data", source.get("media_type"), source.get("data"))
 
 
 def _blocks(at: str, content: object) -> list[tuple[str, Block]]:
@@ -80,7 +99,7 @@ def _blocks(at: str, content: object) -> list[tuple[str, Block]]:
 def _turns(at: str, message: Mapping[str, object]) -> list[Turn]:
     role, content = message.get("role"), message.get("content")
     if role == "system":
-        return [Turn("system", _texts(f"{at}.content", content))]
+        return [Turn("system", _parts(f"{at}.content", content, "system"))]
     if role not in ("user", "assistant"):
         raise InvalidRequest(f"{at}.role must be user, assistant or system")
     blocks = _blocks(f"{at}.content", content)
@@ -88,28 +107,34 @@ def _turns(at: str, message: Mapping[str, object]) -> list[Turn]:
 
 
 def _user(at: str, blocks: Sequence[tuple[str, Block]]) -> list[Turn]:
-    """Return a turn for each tool result, and one for each sequence of texts."""
+    """Return a turn for each tool result, and one for each sequence of other parts.
+
+    Templates read only texts in tool results, so the images of these begin the last turn.
+    """
     turns: list[Turn] = []
-    texts: list[str] = []
+    parts: list[Part] = []
+    images: list[Part] = []
     for where, block in blocks:
         if block["type"] != "tool_result":
-            texts.append(_text(where, block))
+            parts.append(_part(where, block, "user"))
             continue
-        if texts:
-            turns.append(Turn("user", tuple(texts)))
-            texts = []
+        if parts:
+            turns.append(Turn("user", tuple(parts)))
+            parts = []
         call_id = text_of(f"{where}.tool_use_id", block.get("tool_use_id"))
-        result = _texts(f"{where}.content", block.get("content") or "")
-        turns.append(Turn("tool", result, call_id=call_id))
-    if texts:
-        turns.append(Turn("user", tuple(texts)))
+        result = _parts(f"{where}.content", block.get("content") or "", "user")
+        texts = tuple(part for part in result if isinstance(part, str))
+        turns.append(Turn("tool", texts, call_id=call_id))
+        images += [part for part in result if isinstance(part, Image)]
+    if images or parts:
+        turns.append(Turn("user", (*images, *parts)))
     if not turns:
         raise InvalidRequest(f"{at}.content must not be empty")
     return turns
 
 
 def _assistant(blocks: Sequence[tuple[str, Block]]) -> Turn:
-    texts: list[str] = []
+    parts: list[Part] = []
     reasoning: list[str] = []
     calls: list[ToolCall] = []
     for where, block in blocks:
@@ -119,8 +144,8 @@ def _assistant(blocks: Sequence[tuple[str, Block]]) -> Turn:
             case "tool_use":
                 calls.append(_call(where, block))
             case kind if kind not in _IGNORED:
-                texts.append(_text(where, block))
-    return Turn("assistant", tuple(texts), "".join(reasoning), tuple(calls))
+                parts.append(_part(where, block, "assistant"))
+    return Turn("assistant", tuple(parts), "".join(reasoning), tuple(calls))
 
 
 def _call(at: str, block: Block) -> ToolCall:
@@ -170,7 +195,7 @@ def messages_of(turns: Sequence[Turn]) -> tuple[str, list[Block]]:
 
 
 def _blocks_of(turn: Turn) -> list[Block]:
-    texts = [{"type": "text", "text": part} for part in turn.parts]
+    texts = [_block_of(part) for part in turn.parts]
     if turn.role == "tool":
         return [{"type": "tool_result", "tool_use_id": turn.call_id, "content": texts}]
     thinking = {"type": "thinking", "thinking": turn.reasoning, "signature": ""}
@@ -179,3 +204,13 @@ def _blocks_of(turn: Turn) -> list[Block]:
         for call in turn.calls
     ]
     return [*([thinking] if turn.reasoning else []), *texts, *calls]
+
+
+def _block_of(part: Part) -> Block:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    data = b64encode(part.data).decode()
+    return {
+        "type": "image",
+        "source": {"type": "base64", "media_type": part.media_type, "data": data},
+    }

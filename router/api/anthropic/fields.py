@@ -77,7 +77,7 @@ class MessagesFields(CountTokensFields, SharedFields):
         "request_id": "idempotency-key",
         "stop": "stop_sequences",
         "grammar": "output_config.format",
-        **dict.fromkeys(("prompt", "text", "tokens"), "messages"),
+        **dict.fromkeys(("prompt", "text", "tokens", "images"), "messages"),
     }
 
     @property

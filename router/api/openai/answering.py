@@ -132,6 +132,7 @@ class Answering:
         message = submissions.of_chat(fields, rendered.prompt, rendered.grammar)
         special_tokens = self._model.tokenizer.special_tokens.values()
         message.keep_special_tokens |= rendered.needs(special_tokens)
+        message.images.extend(image.data for image in rendered.images)
         return message
 
     def vocabulary(self, message: pb.GenerateRequest) -> Vocabulary:

@@ -223,7 +223,7 @@ class ChatFields(Generation, Chat):
     PARAMS: ClassVar[Mapping[str, str]] = {
         **Generation.PARAMS,
         "logprobs": "top_logprobs",
-        **dict.fromkeys(("prompt", "text", "tokens"), "messages"),
+        **dict.fromkeys(("prompt", "text", "tokens", "images"), "messages"),
     }
 
     @property

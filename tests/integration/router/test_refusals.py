@@ -10,6 +10,7 @@ from typing import Any
 
 from everlift.client.client import AsyncClient
 from everlift.hashes import token_digest
+from tests.support.images import png, png_url
 from tests.support.in_process import Cluster
 from tests.support.router.chat_support import HERMES
 from tests.support.router.http_client import JSON, Answer, ask
@@ -45,6 +46,10 @@ def completion(row: str, code: str, **fields: Any) -> Case:
 
 def message(row: str, code: str, **members: Any) -> Case:
     return chat(row, code, messages=[TURN, {"role": "user", **members}])
+
+
+def image_part(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def resumption(row: str, code: str, status: int, name: str, position: str) -> Case:
@@ -132,8 +137,16 @@ CASES = [
     message("`messages[i].audio`", "unsupported_content", role="assistant", function_call={}),
     *(
         message("content parts", "unsupported_content", content=[{"type": kind, kind: {}}])
-        for kind in ("image_url", "input_audio", "file")
+        for kind in ("input_audio", "file")
     ),
+    *(
+        message("images for a model", "unsupported_content", content=[image_part(url)])
+        for url in (png_url(png(1)), "https://a.b/c.png")
+    ),
+    message(
+        "images for a model", "unsupported_content", role="system", content=[image_part("data:,")]
+    ),
+    message("an image that is no base64", "invalid_request", content=[image_part(png_url(b"GIF"))]),
     chat("`chat_template`, unless", "unsupported", chat_template="a"),
     chat("prompt and `max_tokens`", "context_length_exceeded", max_tokens=100_000),
     completion("a prompt of `max_model_len`", "prompt_too_long", prompt=[5] * 100_000),
@@ -188,11 +201,12 @@ CASES = [
         status=415,
     ),
 ]
-#: Rows that other tests show: models with other templates, and limits of connections.
+#: Rows that other tests show: models with other templates or images, and limits of connections.
 ELSEWHERE = (
     "a chat, if the model",
     "`tools`, if the chat template",
     "messages that the chat template",
+    "`truncate_prompt_tokens` or `prompt_logprobs` with images",
     "a body whose rest",
     "headers, trailers",
 )

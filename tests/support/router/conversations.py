@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from everlift.images import Image
 from router.chat.conversation import ToolCall, Turn
+from tests.support.images import png
 
 _TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
 _NAMES = st.text("abcXYZ019_-", min_size=1, max_size=8)
@@ -14,6 +16,8 @@ _JSON = st.recursive(
     max_leaves=6,
 )
 _PARTS = st.lists(_TEXTS, min_size=1, max_size=3).map(tuple)
+_IMAGES = st.sampled_from([Image.checked(png(seed, 2, 2), "image") for seed in range(3)])
+_USER_PARTS = st.lists(_TEXTS | _IMAGES, min_size=1, max_size=3).map(tuple)
 
 
 @st.composite
@@ -24,7 +28,7 @@ def turns(draw: st.DrawFn) -> tuple[Turn, ...]:
     """
     drawn = [Turn("system", (draw(_TEXTS),))] if draw(st.booleans()) else []
     for number in range(draw(st.integers(1, 3))):
-        drawn.append(Turn("user", draw(_PARTS)))
+        drawn.append(Turn("user", draw(_USER_PARTS)))
         calls = tuple(
             ToolCall(f"call{number}_{i}", draw(_NAMES), draw(st.dictionaries(_NAMES, _JSON)))
             for i in range(draw(st.integers(0, 2)))

@@ -118,7 +118,7 @@ class ResponseFields(InputTokensFields, SharedFields):
         "max_tokens": "max_output_tokens",
         "grammar": "text.format",
         "logprobs": "top_logprobs",
-        **dict.fromkeys(("prompt", "tokens"), "input"),
+        **dict.fromkeys(("prompt", "tokens", "images"), "input"),
         "text": "input",
     }
 

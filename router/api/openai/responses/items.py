@@ -11,8 +11,9 @@ from everlift.errors import InvalidRequest, OutOfRange, UnsupportedContent
 from router.api.openai.responses.fields import InputTokensFields, Reasoning
 from router.api.openai.responses.namespaces import joined_name
 from router.chat.checks import check_function_name, check_json
-from router.chat.conversation import Role, ToolCall, Turn
-from router.chat.messages import MAX_BYTES, MAX_MESSAGES, call_arguments, text_of, text_parts
+from router.chat.conversation import Part, Role, ToolCall, Turn
+from router.chat.images import data_url, num_image_characters
+from router.chat.messages import MAX_BYTES, MAX_MESSAGES, call_arguments, parts_of, text_of
 from router.chat.tools import (
     Choice,
     Function,
@@ -50,9 +51,9 @@ def input_turns(raw: str | Sequence[Item], at: str = "input") -> list[Turn]:
     """Return the turns of items; ``at`` is the name of the field that contains them.
 
     Reasoning, text and calls that follow each other are one turn of the assistant. Raises
-    UnsupportedContent for content other than text, OutOfRange for too many or too large items,
-    NotUtf8 for an unpaired surrogate, and InvalidRequest for other faults. The error names the
-    faulty member.
+    UnsupportedContent for content other than texts and images, OutOfRange for too many or too large
+    items, NotUtf8 for an unpaired surrogate, and InvalidRequest for other faults. The error names
+    the faulty member.
     """
     if isinstance(raw, str):
         return [Turn("user", (raw,))]
@@ -60,7 +61,7 @@ def input_turns(raw: str | Sequence[Item], at: str = "input") -> list[Turn]:
         raise InvalidRequest(f"{at} must be a text or a list of at least one item", field=at)
     if len(raw) > MAX_MESSAGES:
         raise OutOfRange(f"{at} has {len(raw)} items; at most {MAX_MESSAGES} are allowed")
-    check_json(at, raw, MAX_BYTES)
+    check_json(at, raw, MAX_BYTES, num_image_characters)
     turns: list[Turn] = []
     for i, item in enumerate(raw):
         turn = _turn(f"{at}[{i}]", item)
@@ -92,7 +93,8 @@ def _turn(at: str, item: Item) -> Turn:
             return Turn("assistant", calls=(_call(at, item),))
         case "function_call_output":
             call_id = text_of(f"{at}.call_id", item.get("call_id"))
-            return Turn("tool", text_parts(f"{at}.output", item.get("output")), call_id=call_id)
+            output = parts_of(f"{at}.output", item.get("output"), "tool")
+            return Turn("tool", output, call_id=call_id)
         case "reasoning":
             parts = item.get("content") or item.get("summary") or []
             return Turn("assistant", reasoning=_reasoning_text(at, parts))
@@ -106,7 +108,8 @@ def _message(at: str, item: Item) -> Turn:
     content = item.get("content")
     if role == "assistant" and content == []:
         return Turn("assistant")
-    return Turn(cast(Role, role), text_parts(f"{at}.content", content))
+    role = cast(Role, role)
+    return Turn(role, parts_of(f"{at}.content", content, role))
 
 
 def _call(at: str, item: Item) -> ToolCall:
@@ -130,10 +133,10 @@ def items_of(turns: Sequence[Turn]) -> list[Item]:
 
 def _items_of(turn: Turn) -> list[Item]:
     if turn.role == "tool":
-        output = [{"type": "input_text", "text": part} for part in turn.parts]
+        output = [_content_part(part, "input_text") for part in turn.parts]
         return [{"type": "function_call_output", "call_id": turn.call_id, "output": output}]
     kind = "output_text" if turn.role == "assistant" else "input_text"
-    content = [{"type": kind, "text": part} for part in turn.parts]
+    content = [_content_part(part, kind) for part in turn.parts]
     items: list[Item] = []
     if turn.reasoning:
         text = {"type": "reasoning_text", "text": turn.reasoning}
@@ -150,6 +153,12 @@ def _items_of(turn: Turn) -> list[Item]:
         for call in turn.calls
     ]
     return items
+
+
+def _content_part(part: Part, kind: str) -> Item:
+    if isinstance(part, str):
+        return {"type": kind, "text": part}
+    return {"type": "input_image", "detail": "auto", "image_url": data_url(part)}
 
 
 def _arguments_text(arguments: object) -> str:

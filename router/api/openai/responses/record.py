@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
+from everlift.images import Image
 from router.api.openai.responses.fields import LOGPROBS, InputTokensFields, ResponseFields
 from router.api.openai.responses.namespaces import own_names
+from router.chat.images import data_url
 
 #: First byte of the stored form, which distinguishes it from attachments of other APIs.
 _MARK = b"R"
+#: Beginning of the URL of an image in the stored form; the digest of the image follows.
+_STORED_IMAGE = "stored-image:"
+#: Members of the parts of a message that are URLs of images.
+_URLS = ("image_url", "url")
 #: Members of a response that repeat the request, and their values if the request lacks them.
 _ECHOED: Mapping[str, Any] = {
     "background": False,
@@ -90,12 +96,40 @@ class Record:
             {name: value for name, value in self.body.items() if name in names}
         )
 
-    def to_bytes(self) -> bytes:
-        return _MARK + zlib.compress(json.dumps(asdict(self), separators=(",", ":")).encode())
+    def to_bytes(self, images: Sequence[Image] = ()) -> bytes:
+        """Return the stored form, which names ``images`` by their digests."""
+        urls = {data_url(image): _stored_url(image) for image in images}
+        fields = asdict(replace(self, body=_with_urls(self.body, urls)))
+        return _MARK + zlib.compress(json.dumps(fields, separators=(",", ":")).encode())
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Self | None:
-        """Return the record that ``to_bytes`` wrote; None if ``data`` is none."""
+    def from_bytes(cls, data: bytes, images: Sequence[Image] = ()) -> Self | None:
+        """Return the record that ``to_bytes`` wrote; None if ``data`` is none.
+
+        ``images`` are those that ``to_bytes`` received.
+        """
         if data[:1] != _MARK:
             return None
-        return cls(**json.loads(zlib.decompress(data[1:])))
+        record = cls(**json.loads(zlib.decompress(data[1:])))
+        urls = {_stored_url(image): data_url(image) for image in images}
+        return replace(record, body=_with_urls(record.body, urls))
+
+
+def _stored_url(image: Image) -> str:
+    return _STORED_IMAGE + image.digest.hex()
+
+
+def _with_urls(value: Any, urls: Mapping[str, str]) -> Any:
+    """Return a JSON value in which the URLs of images are replaced as ``urls`` states."""
+    if not urls:
+        return value
+    if isinstance(value, list):
+        return [_with_urls(each, urls) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: urls.get(each, each)
+        if name in _URLS and isinstance(each, str)
+        else _with_urls(each, urls)
+        for name, each in value.items()
+    }

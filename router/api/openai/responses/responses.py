@@ -141,7 +141,7 @@ class Responses:
         name = self._answering.set_session(call, name, generation, [message], session_id)
         record = Record.of(fields, await self._created_at(call, name), earlier.names)
         if fields.is_stored:
-            message.attachment = record.to_bytes()
+            message.attachment = record.to_bytes(rendered.images)
         parser = rendered.parser(name, 0, is_constrained=message.sampling.HasField("grammar"))
         vocabulary = self._answering.vocabulary(message)
         answer = ResponseAnswer(name, self._model.name, record, parser, vocabulary)

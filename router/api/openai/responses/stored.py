@@ -100,7 +100,7 @@ class StoredResponses:
         """Return a response. Raises UnknownRequest if there is none, and LedgerUnavailable."""
         name = response_id.removeprefix(PREFIX)
         live = await self._inference.read(caller, name)
-        record = Record.from_bytes(live.request.attachment)
+        record = Record.from_bytes(live.request.attachment, live.request.images)
         if record is None or not response_id.startswith(PREFIX):
             raise UnknownRequest(f"there is no stored response {response_id}")
         answer = self.answer(live, record)

@@ -212,7 +212,7 @@ def test_thinking_is_not_shown_beside_text_and_calls() -> None:
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
             UnsupportedContent,
-            "accepts only text, not image_url",
+            "image_url.url must be a data URL",
         ),
         (
             [{"role": "assistant", "audio": {"id": "x"}}],

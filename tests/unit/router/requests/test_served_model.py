@@ -9,13 +9,24 @@ from pathlib import Path
 import pytest
 
 from cluster.config import DEMO_MODEL
-from everlift.errors import ContextLengthExceeded, NoWorker, PromptTooLong, UnknownModel
+from everlift.errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+    NoWorker,
+    OutOfRange,
+    PromptTooLong,
+    UnknownModel,
+    Unsupported,
+    UnsupportedContent,
+)
 from everlift.hashes import BLOCK_SIZE
+from everlift.images import MAX_PIXELS, MAX_SIDE, Image
 from everlift.messages import Request, Submission
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.requests import tokenizer as model_module
 from router.requests.tokenizer import HuggingFaceTokenizer, ServedModel
+from tests.support.images import png, png_header
 from worker.model.families import read_spec
 
 #: As Qwen2.5's model cards have it, of a smaller model.
@@ -262,6 +273,66 @@ def adapted() -> ServedModel:
 def resolved(served: ServedModel, name: str) -> Request:
     message = pb.GenerateRequest(text="abcd", max_tokens=4, model=name)
     return served.resolve(Submission.from_proto(message, "r", 0, adapters=served.adapters))
+
+
+def with_images(served: ServedModel, *images: bytes, **fields: object) -> Request:
+    message = pb.GenerateRequest(text="abcd", max_tokens=4, images=images, **fields)  # type: ignore[arg-type]
+    return served.resolve(Submission.from_proto(message, "r", 0))
+
+
+def taking(max_images: int) -> ServedModel:
+    served, info = ServedModel.load("fake"), worker(max_model_len=100)
+    info.max_images = max_images
+    served.update_limits([info])
+    return served
+
+
+def test_request_has_its_images() -> None:
+    request = with_images(taking(2), png(1), png(2))
+    assert [image.data for image in request.images] == [png(1), png(2)]
+    assert request.images == tuple(Image.checked(png(seed), "image") for seed in (1, 2))
+    assert with_images(ServedModel.load("fake"), png(1)).images
+
+
+def test_images_beyond_a_limit_are_refused() -> None:
+    with pytest.raises(UnsupportedContent, match="takes no images"):
+        with_images(taking(0), png(1))
+    with pytest.raises(OutOfRange, match="has 3 images; at most 2"):
+        with_images(taking(2), *[png(1)] * 3)
+    served = taking(16)
+    served.max_images = 1
+    with pytest.raises(OutOfRange, match="at most 1 are allowed"):
+        with_images(served, *[png(1)] * 2)
+    served.max_images, served.max_image_bytes = 8, 2 * len(png(1))
+    assert len(with_images(served, *[png(1)] * 2).images) == 2
+    with pytest.raises(OutOfRange, match=r"router\.max_image_bytes"):
+        with_images(served, *[png(1)] * 3)
+    large = png_header(MAX_SIDE, MAX_PIXELS // MAX_SIDE)
+    with pytest.raises(OutOfRange, match="pixels; at most 67108864 are allowed together"):
+        with_images(taking(8), *[large] * 3)
+    with pytest.raises(OutOfRange, match="more than 16 images"):
+        with_images(served, *[png(1)] * 17)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"truncate_prompt_tokens": 2}, "truncate_prompt_tokens"),
+        ({"sampling": pb.Sampling(prompt_logprobs=1)}, "prompt_logprobs"),
+    ],
+)
+def test_fields_that_count_prompt_tokens_exclude_images(
+    fields: dict[str, object], name: str
+) -> None:
+    with pytest.raises(Unsupported, match="cannot be combined with images") as caught:
+        with_images(taking(1), png(1), **fields)
+    assert caught.value.field == name
+
+
+def test_invalid_image_is_named_by_its_index() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        with_images(taking(2), png(1), b"GIF89a")
+    assert caught.value.field == "images[1]"
 
 
 def test_names_of_adapters_follow_those_of_the_model() -> None:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from typing import Any
 
 import pytest
 from hypothesis import given
 
 from everlift.errors import InvalidRequest, UnsupportedContent
+from everlift.images import Image
 from router.api.anthropic.conversation import conversation_of, messages_of
 from router.api.anthropic.fields import CountTokensFields, MessagesFields
 from router.api.http.fields import parse
 from router.chat.conversation import Conversation, ToolCall, Turn
 from router.chat.tools import Choice
+from tests.support.images import png
 from tests.support.router.conversations import turns
 
 HELLO = {"role": "user", "content": "hello"}
+URL = {"type": "url", "url": "https://a.b/c.png"}
+SOURCE = {"type": "base64", "media_type": "image/png", "data": b64encode(png(1)).decode()}
+IMAGE = {"type": "image", "source": SOURCE}
 TOOL = {"name": "f", "input_schema": {"type": "object", "properties": {}}}
+
+
+def result_of(*blocks: object) -> dict[str, object]:
+    return {"type": "tool_result", "tool_use_id": "c", "content": [*blocks]}
 
 
 def read(**fields: Any) -> Conversation:
@@ -39,6 +49,23 @@ def test_user_message_is_split_at_tool_results() -> None:
         Turn("user", ("so?",)),
         Turn("tool", ("rain",), call_id="c"),
         Turn("user", ("so?", "so?")),
+    )
+
+
+def test_user_message_has_images() -> None:
+    text = {"type": "text", "text": "so?"}
+    [turn] = read(messages=[{"role": "user", "content": [IMAGE, text]}]).turns
+    assert turn == Turn("user", (Image.checked(png(1), "image"), "so?"))
+
+
+def test_images_of_tool_results_follow_the_results() -> None:
+    text = {"type": "text", "text": "here"}
+    content = [result_of(text, IMAGE), result_of(IMAGE), {"type": "text", "text": "so?"}]
+    image = Image.checked(png(1), "image")
+    assert read(messages=[{"role": "user", "content": content}]).turns == (
+        Turn("tool", ("here",), call_id="c"),
+        Turn("tool", (), call_id="c"),
+        Turn("user", (image, image, "so?")),
     )
 
 
@@ -94,8 +121,18 @@ def test_last_assistant_message_is_continued() -> None:
         ({"messages": [{"role": "user", "content": ["a"]}]}, InvalidRequest, "content[0] must be"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            InvalidRequest,
+            "messages[0].content[0].source must be an object",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": URL}]}]},
             UnsupportedContent,
-            "messages[0].content[0]: this model accepts only text, not image",
+            "messages[0].content[0].source.type must be base64, not url",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
+            UnsupportedContent,
+            "messages[0].content[0]: models read texts and images, not document",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},

@@ -9,6 +9,7 @@ import pytest
 
 from everlift.checks import check_range
 from everlift.errors import BY_SLUG, OutOfRange
+from everlift.images import MAX_IMAGES, MAX_PIXELS, MAX_PIXELS_OF_REQUEST, MAX_SIDE
 from everlift.messages import (
     MAX_BAD_WORD_BYTES,
     MAX_BAD_WORDS,
@@ -38,7 +39,7 @@ from router.api.kserve.infer_stream import MAX_CONCURRENT
 from router.api.openai import fields, submissions
 from router.chat import messages, tools
 from router.config import RouterConfig
-from router.requests import tokenizer
+from router.requests import submission, tokenizer
 
 PAGE = Path(__file__).resolve().parents[5] / "proto" / "LIMITS.md"
 CHARACTERS = tokenizer._MAX_CHARACTERS_PER_TOKEN
@@ -99,6 +100,14 @@ def table() -> list[list[str]]:
         ("`priority`", f"from -{MAX_PRIORITY} to {MAX_PRIORITY}"),
         ("`cache_salt`", f"{MAX_CACHE_SALT_BYTES} bytes"),
         ("`session_id`, `fairness_id`, `application`", f"{MAX_LABEL_BYTES} bytes"),
+        ("`images`", f"{RouterConfig().max_images} by default and at most {MAX_IMAGES}"),
+        ("`images`", f"{RouterConfig().max_image_bytes >> 20} MiB by default"),
+        ("`images`", f"{MAX_PIXELS} pixels and a side of {MAX_SIDE} each"),
+        ("`images`", f"{MAX_PIXELS_OF_REQUEST} pixels together"),
+        (
+            "images of a router's unfinished requests",
+            f"{submission._MAX_IMAGE_BYTES >> 30} GiB",
+        ),
         # over HTTP
         ("a body", f"{RouterConfig().max_body_bytes >> 20} MiB"),
         (

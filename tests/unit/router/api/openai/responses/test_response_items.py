@@ -159,8 +159,13 @@ def test_reasoning_effort_is_a_template_variable(effort: Any, expected: Any) -> 
         ({"input": [{"type": "reasoning", "content": 1}]}, InvalidRequest, "input[0].content"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            InvalidRequest,
+            "input[0].content[0].image_url must be a text",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
             UnsupportedContent,
-            "only text",
+            "input[0].content[0]: models read texts and images",
         ),
         ({"tools": [{"type": "functions"}]}, InvalidRequest, "tools[0]: unknown type 'functions'"),
         (
