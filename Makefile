@@ -107,11 +107,14 @@ SMOLLM2 = build/bench/models/smollm2-instruct/model.safetensors
 $(SMOLLM2): $(VENV)/.installed
 	PYTHONPATH=. $(BIN)/python -c "from benchmarks.int8_accuracy import ensure_model; ensure_model()"
 
+# Each part of the first tests has a process of its own, because vLLM has global state.
 test-vllm: $(VENV)/.installed $(PEERS)/vllm/.everlift $(SMOLLM2) ## run the tests of vLLM as the engine of workers, in an environment with its CPU build
-	OMP_WAIT_POLICY=PASSIVE $(PEERS)/vllm/bin/python -m pytest -q -c /dev/null --rootdir=. --noconftest -p no:cacheprovider \
-	  tests/vllm_engine/test_vllm_interfaces.py tests/vllm_engine/test_vllm_core.py tests/vllm_engine/test_vllm_models.py \
-	  tests/vllm_engine/test_vllm_lora.py tests/vllm_engine/test_vllm_images.py
-	EVERLIFT_VLLM_PYTHON=$(PEERS)/vllm/bin/python $(BIN)/pytest -q -s tests/vllm_engine/test_vllm_cluster.py tests/vllm_engine/test_vllm_image_cluster.py tests/vllm_engine/test_vllm_ray.py
+	for part in interfaces core models lora images; do \
+	  OMP_WAIT_POLICY=PASSIVE $(PEERS)/vllm/bin/python -m pytest -q -c /dev/null --rootdir=. --noconftest -p no:cacheprovider \
+	    tests/vllm_engine/test_vllm_$$part.py || exit 1; \
+	done
+	EVERLIFT_VLLM_PYTHON=$(PEERS)/vllm/bin/python $(BIN)/pytest -q -s \
+	  tests/vllm_engine/test_vllm_cluster.py tests/vllm_engine/test_vllm_image_cluster.py tests/vllm_engine/test_vllm_ray.py
 
 image: ## build the container image with docker or buildah; VARIANT=cpu for CPUs
 	@tools/build_image.sh $(or $(VARIANT),cuda)
