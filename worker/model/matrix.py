@@ -47,6 +47,10 @@ class Packing(Protocol):
         """
         ...
 
+    def of_experts(self) -> Packing:
+        """Return the packing of a mixture of experts, whose products are many and have few rows."""
+        ...
+
 
 class Plain:
     """Unpacked layout: row-major, as in a checkpoint."""

@@ -73,6 +73,7 @@ class Mixture:
         return total.to(x.dtype)
 
     def pack(self, packing: Packing) -> None:
+        packing = packing.of_experts()
         self.router.pack(packing)
         for expert in self.experts:
             expert.pack(packing)

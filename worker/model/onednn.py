@@ -10,13 +10,14 @@ bounded.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from everlift import logs
-from worker.model.matrix import are_close
+from worker.model.matrix import Packing, are_close
 
 log = logs.get_logger(__name__)
 
@@ -75,13 +76,18 @@ class OneDnnPacking:
     """Packing of weights by oneDNN.
 
     Products with the first weight of each shape are compared with those of torch's linear function.
-    If they differ, no weight of this shape is packed.
+    If they differ, no weight of this shape is packed. ``experts`` returns the packing of mixtures
+    of experts, or None to pack them like other weights.
     """
 
     supports_rows = packs_embeddings = False
 
-    def __init__(self) -> None:
+    def __init__(self, experts: Callable[[], Packing | None] = lambda: None) -> None:
+        self._experts = experts
         self._is_right: dict[torch.Size, bool] = {}
+
+    def of_experts(self) -> Packing:
+        return self._experts() or self
 
     def pack(self, weight: Tensor) -> OneDnn | None:
         """Return the packed weight, or None if oneDNN fails for weights of this shape.

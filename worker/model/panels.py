@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from everlift import logs
-from worker.model.matrix import are_close
+from worker.model.matrix import Packing, are_close
 from worker.native import native
 
 log = logs.get_logger(__name__)
@@ -140,6 +140,9 @@ class PanelPacking:
         #: outputs in a panel
         self.width = int(library.width())
 
+    def of_experts(self) -> Packing:
+        return self
+
     def pack(self, weight: Tensor) -> Panels:
         """Return ``weight`` in panels; may overwrite ``weight``, which must not be used afterwards.
 
@@ -180,13 +183,21 @@ def panel_flags(dtype: torch.dtype, weights: torch.dtype) -> tuple[str, ...]:
     return f"-D{native.DTYPES[dtype]}", f"-D{_WEIGHTS[weights]}"
 
 
-@cache
 def panel_packing(dtype: torch.dtype, weights: torch.dtype) -> PanelPacking | None:
     """Return the packing into panels, or None if panels are not the fastest layout or do not work.
 
     If panels would be the fastest layout but do not work, the cause is logged.
     """
-    if not pays(dtype, weights):
+    return working_panels(dtype, weights) if pays(dtype, weights) else None
+
+
+@cache
+def working_panels(dtype: torch.dtype, weights: torch.dtype) -> PanelPacking | None:
+    """Return the packing into panels, or None if panels do not support these types or do not work.
+
+    If panels support the types but do not work, the cause is logged.
+    """
+    if not _are_supported(dtype, weights):
         return None
     library = native.compiled(_SOURCE, panel_flags(dtype, weights))
     if library is None:
@@ -203,9 +214,11 @@ def pays(dtype: torch.dtype, weights: torch.dtype) -> bool:
 
     On a CPU with AMX, oneDNN multiplies bfloat16 faster.
     """
-    if dtype not in _DTYPES or weights not in _WEIGHTS:
-        return False
-    return dtype != torch.bfloat16 or not native.has_amx()
+    return _are_supported(dtype, weights) and (dtype != torch.bfloat16 or not native.has_amx())
+
+
+def _are_supported(dtype: torch.dtype, weights: torch.dtype) -> bool:
+    return dtype in _DTYPES and weights in _WEIGHTS
 
 
 def _is_right(packing: PanelPacking, dtype: torch.dtype, weights: torch.dtype) -> bool:

@@ -13,7 +13,7 @@ from worker.attention.cpu import compiled_kernel
 from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.matrix import Packing
 from worker.model.onednn import OneDnnPacking
-from worker.model.panels import panel_packing
+from worker.model.panels import panel_packing, working_panels
 from worker.model.panels import pays as panels_pay
 from worker.model.stack import stack_library
 from worker.native import native
@@ -22,7 +22,8 @@ from worker.native.argmax import choose_argmax
 
 def choose_packing(dtype: torch.dtype, weights: torch.dtype) -> Packing:
     """Return the fastest CPU packing for weights of type ``weights`` and inputs of ``dtype``."""
-    return panel_packing(dtype, weights) or OneDnnPacking()
+    experts = partial(working_panels, dtype, weights)
+    return panel_packing(dtype, weights) or OneDnnPacking(experts)
 
 
 def describe_kernels(dtype: torch.dtype, weights: torch.dtype, num_threads: int) -> str:

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.support.worker.packings import panels_or_skip
 from tests.support.worker.weights_support import Rank
 from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.layers import Placement
 from worker.model.matrix import are_close
 from worker.model.mixture import Mixture, expert_weights
+from worker.model.precompile import choose_packing
 from worker.model.spec import Experts, LayerSpec, ModelSpec, Rope
+from worker.native import native
 from worker.parallel.group import Group
 
 CPU = torch.device("cpu")
@@ -67,8 +68,10 @@ def mixture(
 
 
 def packed(form: Experts, tensors: Tensors, types: tuple[torch.dtype, torch.dtype]) -> Mixture:
+    if native.why_no_code():
+        pytest.skip("no compiled code")
     made = mixture(form, tensors, types=types)
-    made.pack(panels_or_skip(*types))
+    made.pack(choose_packing(*types))
     assert made.compiled is not None
     return made
 
