@@ -3,13 +3,13 @@ tokens, text, log probabilities, ends and usage, each of them once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from everlift.v1 import session_pb2
 from router.requests import messages
-from router.requests.request import Choice, LiveRequest
 from tests.simulated_cluster.asked import Asked, undisturbed
 from tests.simulated_cluster.judgement import listening
 from tests.support.continuation_support import BREAKS, Bench, Break, kill, kinds
@@ -49,8 +49,8 @@ def on_start(monkeypatch: pytest.MonkeyPatch, see: Loss) -> None:
     """``see`` sees, and may change, all that workers are told to start."""
     start_of = messages.start
 
-    def start(live: LiveRequest, choice: Choice, prefix: Sequence[bytes] = ()) -> session_pb2.Start:
-        message = start_of(live, choice, prefix)
+    def start(*arguments: Any, **options: Any) -> session_pb2.Start:
+        message = start_of(*arguments, **options)
         see(message)
         return message
 

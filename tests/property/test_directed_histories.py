@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,6 @@ from router.ledger.memory.memory import MemoryLedger
 from router.requests import messages
 from router.requests.attempt_runner import AttemptRunner
 from router.requests.recovery import Resync
-from router.requests.request import Choice, LiveRequest
 from tests.simulated_cluster.asked import ASKED, ROUTERS, WORKERS, Asked, Wrong, undisturbed
 from tests.simulated_cluster.client import Manners
 from tests.simulated_cluster.clock import VirtualLoop
@@ -525,8 +524,8 @@ def a_worker_keeps_what_a_dead_gateway_started(patch: pytest.MonkeyPatch) -> Non
 def a_continuation_forgets_a_token(patch: pytest.MonkeyPatch) -> None:
     whole = messages.start
 
-    def start(live: LiveRequest, choice: Choice, prefix: Sequence[bytes] = ()) -> session_pb2.Start:
-        message = whole(live, choice, prefix)
+    def start(*arguments: Any, **options: Any) -> session_pb2.Start:
+        message = whole(*arguments, **options)
         if message.output_ids:
             message.output_ids[-1] += 1
         return message
