@@ -181,23 +181,6 @@ def test_executor_without_ray_starts_no_ray() -> None:
     assert not ray.is_initialized()
 
 
-@pytest.mark.parametrize("has_work", [True, False])
-def test_lost_process_is_reported_and_ends_the_others(has_work: bool) -> None:
-    lost: Queue[str] = Queue()
-    engine = build_engine(replace(CONFIG, tensor_parallel=2), without_watch, on_failure=lost.put)
-    first, second = (each.proc for each in engine._core._core.model_executor.workers)
-    os.kill(second.pid, signal.SIGKILL)
-    if has_work:
-        engine.add(sequence(PROMPT, max_tokens=LENGTH))
-        with pytest.raises(EngineBroken):
-            for _ in range(LENGTH):
-                engine.step()
-    assert lost.get(timeout=20) == "a process of vLLM has ended"
-    engine.close()
-    # Another thread may wait for the processes too, and then only one of the two has the status.
-    assert wait([first.sentinel], timeout=20)
-
-
 @pytest.mark.parametrize("name", ["presence", "frequency", "seed and penalties", "min_tokens"])
 def test_naive_continuation_is_not_exact(large: VllmEngine, name: str) -> None:
     whole, rests = whole_and_rests(fresh(large), CASES[name], naive=True)
@@ -252,3 +235,21 @@ def test_prefix_cache_is_reported_in_chunks(large: VllmEngine, salt: bytes) -> N
         run(engine, sequence(prompt(2 * CHUNK_SIZE, 20 + first)))
         gone |= engine.take_chunk_changes().device
     assert gone[hashes[0]] is gone[hashes[1]] is False
+
+
+# The last tests, because the end of an engine leaves no other of its process usable.
+@pytest.mark.parametrize("has_work", [True, False])
+def test_lost_process_is_reported_and_ends_the_others(has_work: bool) -> None:
+    lost: Queue[str] = Queue()
+    engine = build_engine(replace(CONFIG, tensor_parallel=2), without_watch, on_failure=lost.put)
+    first, second = (each.proc for each in engine._core._core.model_executor.workers)
+    os.kill(second.pid, signal.SIGKILL)
+    if has_work:
+        engine.add(sequence(PROMPT, max_tokens=LENGTH))
+        with pytest.raises(EngineBroken):
+            for _ in range(LENGTH):
+                engine.step()
+    assert lost.get(timeout=20) == "a process of vLLM has ended"
+    engine.close()
+    # Another thread may wait for the processes too, and then only one of the two has the status.
+    assert wait([first.sentinel], timeout=20)
