@@ -53,7 +53,10 @@ class ChatTemplate:
 
     def __init__(self, templates: Templates, config: RouterConfig, max_characters: int) -> None:
         self._templates = templates
-        self._reads_only_parts = _reads_only_parts(templates.default + templates.tool_use)
+        #: whether the template reads only lists of parts, for chats without tools and with tools
+        self._reads_only_parts = tuple(
+            map(_reads_only_parts, (templates.default, templates.tool_use))
+        )
         #: formats in which the model writes tool calls and reasoning
         self.formats = Formats.of(config.tool_format, config.reasoning_format, templates.tool_use)
         launch = Launch(
@@ -119,7 +122,9 @@ class ChatTemplate:
         """
 
         def encode() -> bytes:
-            as_parts = _reads_only_parts(chat_template) if chat_template else self._reads_only_parts
+            as_parts = self._reads_only_parts[tools is not None]
+            if chat_template:
+                as_parts = _reads_only_parts(chat_template)
             messages = template_messages(turns, as_parts=as_parts)
             return frames.encode(
                 {

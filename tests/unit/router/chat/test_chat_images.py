@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -143,5 +144,18 @@ async def test_template_that_reads_parts_receives_them(
         assert await loaded.render([plain], None) == texts
         if mixed is not None:
             assert await loaded.render([TURN, plain], None) == mixed
+    finally:
+        await loaded.close()
+
+
+async def test_template_for_tools_may_read_texts_only(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": LOOP}, {"name": "tool_use", "template": PLAIN}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    loaded = ChatTemplate.load(tmp_path)
+    assert loaded is not None
+    try:
+        plain = [Turn("user", ("c", "d"))]
+        assert await loaded.render(plain, None) == "cd"
+        assert await loaded.render(plain, [{"type": "function"}]) == "c\nd"
     finally:
         await loaded.close()
