@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from tests.support.in_process import ROUTER, Cluster, Received, cluster, receive
 from tests.support.router.chat_support import HERMES
 from tests.support.router.http_client import ask, get
 from tests.support.scripted import BODIES, SAY, scripted_cluster
-from tests.support.worker.fake_vllm_core import FakeCore
+from tests.support.worker.fake_vllm_core import SlowCore
 from worker.config import WorkerConfig
 from worker.engine.engine import Engine
 from worker.engine.limits import Limits
@@ -28,7 +27,6 @@ from worker.engine.plan import Runner
 from worker.engine.sequence import Sequence
 from worker.runner.fake_runner import expected_tokens
 from worker.serving.engine_thread import EngineThread
-from worker.vllm_engine.core import SampledTokens, ScheduledStep
 from worker.vllm_engine.engine import VllmEngine
 
 ADAPTED = replace(ROUTER, adapters=("sql=org/sql@v1", "poems=/adapters/poems-2"))
@@ -112,12 +110,6 @@ async def test_grpc_and_kserve_accept_adapters(parts: Cluster, computed: list[st
         assert (await stub.ModelInfer(request)).model_name == "poems"
         assert (await stub.ModelReady(kserve_pb.ModelReadyRequest(name="sql"))).ready
     assert computed == ["sql", "poems"]
-
-
-class SlowCore(FakeCore):
-    def step(self, on_scheduled: Callable[[ScheduledStep], None]) -> list[SampledTokens]:
-        time.sleep(0.002)
-        return super().step(on_scheduled)
 
 
 @pytest.fixture

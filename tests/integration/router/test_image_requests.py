@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import time
 from base64 import b64encode
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,25 +20,18 @@ from everlift.images import Image
 from tests.support.images import png, png_header, png_url
 from tests.support.in_process import ROUTER, Cluster, cluster, receive, until
 from tests.support.router.http_client import ask, get
-from tests.support.worker.fake_vllm_core import PLACEHOLDER_ID, FakeCore, process_images
+from tests.support.worker.fake_vllm_core import PLACEHOLDER_ID, SlowCore, process_images
 from tests.support.worker.grammar_support import DEMO_MODEL
 from worker.engine.limits import Limits
 from worker.engine.plan import Runner
 from worker.runner.fake_runner import expected_tokens
 from worker.serving.engine_thread import EngineThread
-from worker.vllm_engine.core import SampledTokens, ScheduledStep
 from worker.vllm_engine.engine import VllmEngine
 
 PROMPT = [5, PLACEHOLDER_ID, 7, 8]
 IMAGES = [png(seed) for seed in range(3)]
 URL = png_url(IMAGES[1])
 SIZE = 120
-
-
-class SlowCore(FakeCore):
-    def step(self, on_scheduled: Callable[[ScheduledStep], None]) -> list[SampledTokens]:
-        time.sleep(0.002)
-        return super().step(on_scheduled)
 
 
 @pytest.fixture(autouse=True)

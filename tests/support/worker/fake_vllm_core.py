@@ -6,6 +6,7 @@ with images that of a prompt with the images' tokens.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -169,3 +170,11 @@ class FakeCore:
 
 def _logprobs(num_top: int) -> TokenLogprobs:
     return TokenLogprobs(-0.5, 1, tuple((token, -0.5 - token) for token in range(num_top)))
+
+
+class SlowCore(FakeCore):
+    """Fake core whose steps take 2 ms, so that a test can act before a sequence ends."""
+
+    def step(self, on_scheduled: Callable[[ScheduledStep], None]) -> list[SampledTokens]:
+        time.sleep(0.002)
+        return super().step(on_scheduled)
