@@ -20,7 +20,7 @@
     │   ├── Unsupported           the feature is not supported
     │   ├── NoChatTemplate        the model has no chat template
     │   ├── InvalidGrammar        the grammar is invalid, or too slow to compile or to follow
-    │   ├── UnsupportedContent    a message has a part that the model does not receive
+    │   ├── UnsupportedContent    a message has a part that the model does not accept
     │   ├── ToolsUnsupported      the format in which the model calls tools is unknown
     │   ├── TemplateFailed        the model's chat template rejected the messages
     │   ├── TemplateTimeout       the model's chat template took too long for the messages

@@ -10,8 +10,9 @@ from everlift.errors import InvalidRequest, UnsupportedContent
 from everlift.images import Image
 from router.chat.conversation import num_text_characters
 
-#: Types of the parts of a message that are images, in all APIs.
-IMAGE_PARTS = ("image_url", "input_image", "image")
+#: Types of the parts of a message that are images, in OpenAI's APIs and in all APIs.
+OPENAI_IMAGE_PARTS = ("image_url", "input_image")
+IMAGE_PARTS = (*OPENAI_IMAGE_PARTS, "image")
 #: Maximum number of characters before the data in a data URL.
 _MAX_HEAD = 128
 

@@ -15,7 +15,7 @@ from everlift.errors import InvalidRequest, OutOfRange, UnsupportedContent
 from everlift.images import Image
 from router.chat.checks import check_depth, check_function_name, check_json
 from router.chat.conversation import Part, Role, ToolCall, Turn, with_function_names
-from router.chat.images import IMAGE_PARTS, image_of_part, num_image_characters
+from router.chat.images import OPENAI_IMAGE_PARTS, image_of_part, num_image_characters
 
 Message = dict[str, Any]
 
@@ -143,7 +143,7 @@ def _part(at: str, part: object, role: Role) -> Part:
         raise InvalidRequest(f"{at} must be an object with a type")
     if kind == "refusal":
         return text_of(f"{at}.refusal", part.get("refusal"))
-    if kind in IMAGE_PARTS[:2]:
+    if kind in OPENAI_IMAGE_PARTS:
         check_image_role(at, role)
         return image_of_part(at, part)
     if kind not in _TEXT_PARTS:

@@ -431,6 +431,11 @@ class ServedModel:
             adapter_digest=digest or of_adapter,
         )
 
+    def _check_served(self, submission: Submission) -> None:
+        self.check_requested(submission.model)
+        self._check_adapter(submission.adapter)
+        self.check_images(submission.images)
+
     def resolve(self, submission: Submission, turns: Sequence[Turn] = ()) -> Request:
         """Return a submission's request, with all defaults filled in and all limits checked.
 
@@ -441,9 +446,7 @@ class ServedModel:
         EmptyPrompt, PromptTooLong, ContextLengthExceeded, or OutOfRange for an invalid token id or
         parameter.
         """
-        self.check_requested(submission.model)
-        self._check_adapter(submission.adapter)
-        self.check_images(submission.images)
+        self._check_served(submission)
         prompt_ids, turn, hashes = self._prompt(submission, turns)
         max_output = self._max_output(len(prompt_ids))
         is_clamped = submission.clamp_max_tokens or self.clamps_max_tokens

@@ -51,7 +51,7 @@ struct Layer {
   paged::Form form;
   size angles;  // index in Stack.angles
   Norm before_mlp, after_mlp;
-  Linear gate_up, down;              // not read if the layer has a mixture of experts
+  Linear gate_up, down;             // not read if the layer has a mixture of experts
   const mixture::Mixture* mixture;  // or null
 };
 
