@@ -31,7 +31,8 @@ class Runners:
         self._ledger = ledger
         self._router_id = router_id
         self._runs: dict[str, asyncio.Task[None]] = {}
-        #: routers of other batches, as they were last read
+        #: routers of other batches, as they were last read; none for a batch that this router has
+        #: claimed, even if its run was interrupted
         self._others: dict[str, str] = {}
         #: batches that this version of the program cannot read
         self._unreadable: set[str] = set()
@@ -98,6 +99,7 @@ class Runners:
             batch = await self._parts.batches.put(self._parts.caller(tenant), batch, claimed)
         except ObjectConflict:
             return
+        self._others.pop(batch.batch_id, None)
         if batch.record.is_final or self._is_stopping:
             return
         log.info("batch taken", batch_id=batch.batch_id, status=batch.record.status)

@@ -143,6 +143,36 @@ async def test_routers_that_both_run_a_batch_agree(objects: Objects) -> None:
         await router.stop()
 
 
+async def test_interrupted_batch_is_taken_again_by_its_router(objects: Objects) -> None:
+    first, other = FakeRouter(objects, "a"), FakeRouter(objects, "b")
+    first.model.held = {*IDS}
+    first.start()
+    batch_id = await first.create(LINES)
+    await until(lambda: first.model.waiting)
+    other.start()
+    await until(lambda: other.runners._others)
+    # The first router has no lease for a moment, so the other one takes the batch over. The run is
+    # interrupted there after the first router is alive again.
+    other.model.held = {*IDS}
+    objects.living.remove("a")
+    await until(lambda: other.model.waiting)
+    objects.living.add("a")
+    await until(lambda: first.runners._others)
+    error = LedgerFull("full for a moment")
+
+    def fail(number: int, at: str) -> None:
+        if at == "before":
+            other.link.on_write = lambda number, at: None
+            raise error
+
+    other.link.on_write = fail
+    other.model.released.set()
+    record = await other.ended(batch_id)
+    assert (record.status, await other.results(record)) == ("completed", OK)
+    await first.stop()
+    await other.stop()
+
+
 async def test_stopped_router_hands_its_batch_over(objects: Objects) -> None:
     first, other = FakeRouter(objects, "a"), FakeRouter(objects, "b")
     first.model.held = {"l3", "l4", "l5", "l6"}
