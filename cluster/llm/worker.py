@@ -99,7 +99,7 @@ class LocalWorker:
         name = f"offline-{os.getpid()}.{rank}"
         launch = RankLaunch(name, config.log_level, config.worker, rank, rendezvous, gpu)
         assert config.worker.num_threads is not None
-        launcher = SubprocessLauncher(rank_environment(config.worker.num_threads))
+        launcher = SubprocessLauncher(rank_environment(config.worker.num_threads, config.worker))
         child = Child(launch, launcher, log_dir / f"offline.{rank}.log")
         self._children.append(child)
         await child.start()

@@ -28,7 +28,7 @@ from cluster.local.replica import Replica, RouterReplica, WorkerReplica
 from cluster.local.router_ports import consecutive
 from cluster.model import pinned
 from cluster.stages import Stages, listening
-from cluster.threads import rank_environment, threads_per_rank
+from cluster.threads import cores_of_worker, rank_environment, threads_per_rank
 from everlift import logs
 from everlift.client.client import AsyncClient
 from everlift.errors import EverliftError
@@ -157,7 +157,7 @@ class ProcessCluster:
         is_forkable = not self.config.worker.python and self.config.worker.engine == "everlift"
         if self._revive and is_possible() and is_forkable:
             environment, log_path = (
-                rank_environment(self._threads),
+                rank_environment(self._threads, self.config.worker),
                 self._log_dir / "fork-server.log",
             )
             self._fork_server = ForkServer(self.config.worker, environment, log_path)
@@ -242,14 +242,16 @@ class ProcessCluster:
             routers=tuple(router.internal_address for router in self.routers),
         )
         gpus = gpus_of_ranks(config, self._gpus, index)
-        return WorkerReplica(launch, self._ranks(), self._log_dir, gpus)
+        return WorkerReplica(launch, self._ranks(index), self._log_dir, gpus)
 
     @property
     def _threads(self) -> int:
         return threads_per_rank(self.config, len(os.sched_getaffinity(0)))
 
-    def _ranks(self) -> Launcher:
-        return self._fork_server or SubprocessLauncher(rank_environment(self._threads))
+    def _ranks(self, worker: int) -> Launcher:
+        cores = cores_of_worker(self.config, sorted(os.sched_getaffinity(0)), worker)
+        environment = rank_environment(self._threads, self.config.worker, cores)
+        return self._fork_server or SubprocessLauncher(environment)
 
     async def _settle(self) -> None:
         try:

@@ -315,7 +315,7 @@ def _workers(config: Config, routers: Application) -> Application:
         replace(config.worker, num_threads=threads),
         routers,
         placement.rank_resources,
-        {**rank_environment(threads), **placement.environment},
+        {**rank_environment(threads, config.worker), **placement.environment},
         log_dir(config),
     )
     return workers

@@ -16,8 +16,6 @@ from worker.vllm_engine.version import check_version
 _ENVIRONMENT = {
     # The core runs in this process: its loop is the worker's.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # OMP_NUM_THREADS holds instead of threads that are bound to cores.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # Processes of tensor parallelism start afresh, because this process has threads.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     # Standard output belongs to the worker's reports; messages go to the root logger.
@@ -48,6 +46,8 @@ def build_engine(
     """
     check_version()
     os.environ.update(_ENVIRONMENT)
+    # OMP_NUM_THREADS holds, unless the cluster has bound the threads to cores.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # Imported here because only this engine needs vLLM.
     from worker.vllm_engine.vllm_core import VllmCore
 

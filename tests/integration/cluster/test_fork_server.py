@@ -33,7 +33,7 @@ HALF = RankLaunch("worker-0", "info", WorkerConfig(model="fake", tensor_parallel
 
 @pytest.fixture
 async def fork_server(tmp_path: Path) -> AsyncIterator[ForkServer]:
-    fork_server = ForkServer(FAKE, rank_environment(2), tmp_path / "fork-server.log")
+    fork_server = ForkServer(FAKE, rank_environment(2, FAKE), tmp_path / "fork-server.log")
     yield fork_server
     fork_server.close()
 
@@ -52,7 +52,7 @@ async def test_launchers_import_nothing_from_the_working_directory(
     for name in ("cluster", "everlift", "router", "uvloop", "worker"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
-    for launcher in (fork_server, SubprocessLauncher(rank_environment(2))):
+    for launcher in (fork_server, SubprocessLauncher(rank_environment(2, FAKE))):
         child = Child(HALF, launcher, tmp_path / "rank.log")
         await child.start()
         assert "rendezvous" in await child.report()
@@ -75,7 +75,7 @@ def open_files(pid: int) -> set[str]:
 async def test_fork_server_starts_ranks_despite_numpy_threads(tmp_path: Path) -> None:
     """A single worker has all cores, and numpy comes with the model's runner."""
     launch = replace(HALF, worker=replace(HALF.worker, model=str(DEMO_MODEL)))
-    fork_server = ForkServer(launch.worker, rank_environment(2), tmp_path / "fork-server.log")
+    fork_server = ForkServer(launch.worker, rank_environment(2, FAKE), tmp_path / "fork-server.log")
     child = Child(launch, fork_server, tmp_path / "rank.log")
     try:
         await child.start()
@@ -222,7 +222,7 @@ async def test_fork_server_fails_to_load_beside_other_threads(tmp_path: Path) ->
         "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
     )
     path = os.pathsep.join([str(tmp_path), *sys.path])
-    environment = rank_environment(2) | {"PYTHONPATH": path}
+    environment = rank_environment(2, FAKE) | {"PYTHONPATH": path}
     fork_server = ForkServer(FAKE, environment, tmp_path / "fork-server.log")
     with pytest.raises(ClusterFailed, match="2 threads run before the first fork"):
         await fork_server.load()
