@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from worker.config import WorkerConfig
 from worker.engine.step_times import STOPPED, Stopwatch
+from worker.vllm_engine.child import unlink_segments
 from worker.vllm_engine.engine import VllmEngine
 from worker.vllm_engine.version import check_version
 
@@ -52,4 +53,5 @@ def build_engine(
     from worker.vllm_engine.vllm_core import VllmCore
 
     core = VllmCore(config, on_failure)
+    unlink_segments()
     return VllmEngine(core, core.limits, within, stopwatch, time.sleep)

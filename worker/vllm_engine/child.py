@@ -1,7 +1,8 @@
-"""End of vLLM's processes with the rank that started them."""
+"""End of vLLM's processes with the rank that started them, without leaving shared memory behind."""
 
 from __future__ import annotations
 
+import os
 from multiprocessing import parent_process
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from worker.child_process import die_with_parent
 _SHARED_MEMORY = "/dev/shm"
 #: Beginning of the names of segments for collective operations on CPUs.
 _SEGMENT = "vllm_dist_"
+#: Beginning of the name of the segment by which Intel's OpenMP finds a second copy of itself.
+_OPENMP_SEGMENT = "__KMP_REGISTERED_LIB_"
 
 
 def end_with_rank() -> None:
@@ -24,7 +27,7 @@ def end_with_rank() -> None:
 
 
 def unlink_segments() -> None:
-    """Remove the names of shared memory that all processes of the worker have opened.
+    """Remove the names of shared memory that this process and all that share it have opened.
 
     Processes that are killed would leave it behind for ever.
     """
@@ -32,3 +35,5 @@ def unlink_segments() -> None:
         _, found, name = line.partition(f"{_SHARED_MEMORY}/{_SEGMENT}")
         if found:
             Path(found + name).unlink(missing_ok=True)
+    own = f"{_OPENMP_SEGMENT}{os.getpid()}_{os.getuid()}"
+    Path(_SHARED_MEMORY, own).unlink(missing_ok=True)
