@@ -57,7 +57,7 @@ def gate_and_multiply(
     """Compute ``out`` [tokens, width] = activation(gate) * up of ``gate_up`` [tokens, 2 * width].
 
     There is one program per (token, BLOCK columns). ``gate_up`` has gate before up. ACTIVATION is a
-    name in worker.model.spec.Activation, such as silu.
+    name in worker.model.spec.Activation, such as silu; gpt_oss is a gate of its own.
     """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -70,6 +70,10 @@ def gate_and_multiply(
         active = x / (1.0 + tl.exp(-x))
     elif ACTIVATION == "gelu":
         active = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gpt_oss":
+        x = tl.minimum(x, 7.0)
+        active = x / (1.0 + tl.exp(-1.702 * x))
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
     else:
         # x * sigmoid(2 y) is x / 2 * (1 + tanh(y))
         twice = 1.5957691216057308 * (x + 0.044715 * x * x * x)

@@ -20,7 +20,7 @@ from worker.native import native
 
 _SOURCE = Path(__file__).with_name("pointwise.cpp")
 #: Numbers of the activations in pointwise.h.
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1, "gelu": 2}
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1, "gelu": 2, "gpt_oss": 3}
 #: With fewer elements, one thread finishes before a second one would have started.
 _MIN_PARALLEL_SIZE = 1 << 14
 

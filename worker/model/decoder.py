@@ -130,7 +130,10 @@ class Attention:
             {"q_proj": (all_query, query), "k_proj": (all_kv, kv), "v_proj": (all_kv, kv)},
         )
         self._layer = layer
-        self.form = form
+        self._sinks = Part(f"{name}.sinks", spec.num_heads, heads.query) if spec.sinks else None
+        #: scores without a key of this rank's heads; those of padding are 0
+        sinks = place.empty(heads.query.width).zero_() if spec.sinks else None
+        self.form = replace(form, sinks=sinks)
         self._head_dim = spec.head_dim
         self.num_query = heads.query.width
         self.num_rotated = heads.query.width + heads.kv.width
@@ -162,6 +165,10 @@ class Attention:
         for part in (self.qkv, self.norms, self.out):
             if part is not None:
                 yield from part.pieces()
+        if self._sinks is not None and self.form.sinks is not None:
+            own = self._sinks
+            into = self.form.sinks[: own.share.num_items]
+            yield Piece(own.name, (own.size,), (own.local_features,), into)
 
 
 class Residual:

@@ -48,9 +48,13 @@ def _stream(piece: Piece) -> Tensor:
     The values of a matrix have the variance 1 / (number of input features), so that a product has
     about the magnitude of its input.
     """
-    if len(piece.shape) > 1:
-        return _uniform(piece.name, 0.0, piece.shape[-1] ** -0.5)
-    return _uniform(piece.name, 0.0 if piece.name.endswith("bias") else 1.0, _SMALL)
+    if piece.name.endswith("bias"):
+        return _uniform(piece.name, 0.0, _SMALL)
+    if len(piece.shape) == 1:
+        return _uniform(piece.name, 1.0, _SMALL)
+    # Stacked experts have their inputs in the dimension before the last.
+    inputs = piece.shape[-1] if len(piece.shape) == 2 else piece.shape[-2]
+    return _uniform(piece.name, 0.0, inputs**-0.5)
 
 
 def _uniform(name: str, mean: float, deviation: float) -> Tensor:

@@ -27,7 +27,10 @@ from worker.model.spec import (
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
-_ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+#: Activations that a config may name.
+_ACTIVATIONS: tuple[Activation, ...] = tuple(
+    each for each in get_args(Activation) if each != "gpt_oss"
+)
 
 _LLAMA: Json = {
     "hidden_act": "silu",
@@ -75,6 +78,26 @@ _QWEN3_MOE: Json = _QWEN_MOE | {
     "num_local_experts": 128,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
+}
+_GPT_OSS: Json = _LLAMA | {
+    "vocab_size": 201088,
+    "head_dim": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "attention_bias": True,
+    "sliding_window": 128,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
 }
 _OLMOE: Json = _LLAMA | {
     "max_position_embeddings": 4096,
@@ -241,6 +264,31 @@ def _olmoe(config: HfConfig) -> ModelSpec:
     )
 
 
+def _gpt_oss(config: HfConfig) -> ModelSpec:
+    config = config.with_defaults(_GPT_OSS)
+    config.refuse_unless("swiglu_alpha", _GPT_OSS["swiglu_alpha"])
+    config.refuse_unless("swiglu_limit", _GPT_OSS["swiglu_limit"])
+    size = config.positive("intermediate_size")
+    # A softmax over the chosen experts only is the normalised softmax over all.
+    experts = _experts(config, config.positive("num_local_experts"), size, normalised=True)
+    experts = replace(experts, router_bias=True)
+    rope = read_rope(config, _head_dim(config))
+    kinds = [
+        _FULL if layer % 2 else _SLIDING for layer in range(config.positive("num_hidden_layers"))
+    ]
+    window = config.optional_positive("sliding_window")
+    layers = _layers(config, kinds, window, {_SLIDING: rope, _FULL: rope})
+    return replace(
+        _spec(config, [replace(layer, experts=experts) for layer in layers]),
+        activation="gpt_oss",
+        sinks=True,
+        qkv_bias=config.flag("attention_bias"),
+        out_bias=config.flag("attention_bias"),
+        mlp_bias=True,
+        tensors=TensorNames(router="router", stacked_experts=True),
+    )
+
+
 def _qwen_experts(config: HfConfig, number: int) -> Experts:
     size = config.positive("moe_intermediate_size")
     return _experts(config, number, size, config.flag("norm_topk_prob"))
@@ -362,6 +410,7 @@ _ADAPTERS: dict[str, Callable[[HfConfig], ModelSpec]] = {
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
     "Gemma3ForConditionalGeneration": _gemma3_multimodal,
+    "GptOssForCausalLM": _gpt_oss,
     "GraniteForCausalLM": _granite,
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,

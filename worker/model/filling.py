@@ -18,7 +18,7 @@ from torch import Tensor
 
 from everlift.progress import Progress
 from worker.model.layers import Piece
-from worker.model.sharing import Run, bounds_of, runs
+from worker.model.sharing import Run, runs
 
 #: Reads runs of a stored tensor into a flat tensor, in order and without gaps.
 Read = Callable[[Iterable[Run], Tensor], None]
@@ -66,13 +66,13 @@ class Filler:
 
         ``read`` reads given runs of the stored tensor's elements into a flat tensor.
         """
-        bounds = bounds_of(piece.slices, piece.shape)
-        inner = _ranges_to_read(bounds[1:], piece.shape[1:], dtype.itemsize)
+        bounds, shape = piece.bounds, piece.view or piece.shape
+        inner = _ranges_to_read(bounds[1:], shape[1:], dtype.itemsize)
         needed = [_within(part, whole) for part, whole in zip(bounds[1:], inner, strict=True)]
         for rows in _batches((bounds[0], *inner), dtype.itemsize):
             into = piece.into[_within(rows, bounds[0])]
             target = self._read_target(into, (len(rows), *map(len, inner)), dtype)
-            read(runs(piece.shape, (rows, *inner)), target.view(-1))
+            read(runs(shape, (rows, *inner)), target.view(-1))
             if target is not into:
                 into.copy_(target[:, *needed])
             self._report(into.nbytes)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from worker.model.matrix import Matrix, Packing
 from worker.model.pointwise import TORCH, Pointwise
-from worker.model.sharing import Share, tail_padded
+from worker.model.sharing import Share, bounds_of, tail_padded
 from worker.parallel.group import Group
 
 Slices = tuple[slice, ...]
@@ -49,13 +49,20 @@ class Piece:
     """Slice of a checkpoint tensor, and the parameter, or part of it, that the slice is read into.
 
     The slice ``slices`` of the tensor is read into ``into``. ``name`` and ``shape`` describe the
-    whole tensor, of which a rank may need several pieces.
+    whole tensor, of which a rank may need several pieces. If ``view`` is given, the slice is that
+    of the tensor's elements in this other shape.
     """
 
     name: str
     shape: tuple[int, ...]
     slices: Slices
     into: Tensor
+    view: tuple[int, ...] | None = None
+
+    @property
+    def bounds(self) -> tuple[range, ...]:
+        """Indices in each dimension of ``view``, or ``shape``, that the slice selects."""
+        return bounds_of(self.slices, self.view or self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,8 @@ class Mixture:
 
     def __init__(self, name: str, experts: Experts, spec: ModelSpec, place: Placement) -> None:
         self.form = experts
+        self._name = name
+        self._is_stacked = spec.tensors.stacked_experts
         self.activation = spec.activation
         self.group = place.group
         linears, size = spec.tensors.expert_linears, experts.intermediate_size
@@ -44,13 +46,14 @@ class Mixture:
             Mlp(f"{name}.experts.{number}", size, spec, place, linears)
             for number in range(experts.number)
         ]
-        outputs = [Part(f"{name}.gate", experts.number, _whole(experts.number))]
+        router = f"{name}.{spec.tensors.router}"
+        outputs = [Part(router, experts.number, _whole(experts.number))]
         if experts.shared_size is not None:
             shared = Mlp(f"{name}.shared_expert", experts.shared_size, spec, place)
             self.experts.append(shared)
             outputs.append(Part(f"{name}.shared_expert_gate", 1, _whole(1)))
         #: outputs: a logit of each expert, and the shared expert's gate
-        self.router = ColumnLinear(tuple(outputs), spec.hidden_size, False, place)
+        self.router = ColumnLinear(tuple(outputs), spec.hidden_size, experts.router_bias, place)
         #: the C++ call, if all weights are in panels
         self.compiled: CompiledMixture | None = None
 
@@ -81,8 +84,39 @@ class Mixture:
 
     def pieces(self) -> Iterator[Piece]:
         yield from self.router.pieces()
-        for expert in self.experts:
-            yield from expert.pieces()
+        for number, expert in enumerate(self.experts):
+            yield from self._stacked_pieces(number) if self._is_stacked else expert.pieces()
+
+    def _stacked_pieces(self, number: int) -> Iterator[Piece]:
+        """Yield the pieces of an expert whose weights are stored with those of all others."""
+        expert, name, experts = self.experts[number], f"{self._name}.experts", self.form.number
+        size, inputs = self.form.intermediate_size, expert.gate_up.weight.plain.shape[1]
+        share, this = expert.share, slice(number, number + 1)
+        held, features = slice(share.num_items), slice(share.start, share.stop)
+        gate_up = expert.gate_up.weight.plain.view(2, share.width, inputs)[:, held]
+        yield Piece(
+            f"{name}.gate_up_proj",
+            (experts, inputs, 2 * size),
+            (slice(number * inputs, (number + 1) * inputs), features),
+            gate_up.permute(2, 1, 0),
+            view=(experts * inputs, size, 2),
+        )
+        yield Piece(
+            f"{name}.down_proj",
+            (experts, size, inputs),
+            (slice(number * size + share.start, number * size + share.stop),),
+            expert.down.weight.plain[:, held].t(),
+            view=(experts * size, inputs),
+        )
+        assert expert.gate_up.bias is not None and expert.down.bias is not None
+        yield Piece(
+            f"{name}.gate_up_proj_bias",
+            (experts, 2 * size),
+            (this, features),
+            expert.gate_up.bias.view(2, share.width)[:, held].t()[None],
+            view=(experts, size, 2),
+        )
+        yield Piece(f"{name}.down_proj_bias", (experts, inputs), (this,), expert.down.bias[None])
 
 
 def expert_weights(logits: Tensor, form: Experts) -> Tensor:

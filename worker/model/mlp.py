@@ -26,7 +26,7 @@ class Mlp:
         place: Placement,
         linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
-        share = tail_padded(size, place.group.size, place.group.rank)
+        self.share = share = tail_padded(size, place.group.size, place.group.rank)
         gate, up, down = linears
         parts = column_parts(
             name,

@@ -134,8 +134,8 @@ inline void norm_heads(Member& me, Stored* heads, size stride, Norm norm, size t
 
 // Activations, with the numbers of worker/model/compiled_pointwise.py. SILU is x * sigmoid(x). GELU uses the
 // error function. GELU_TANH approximates the error function by tanh, which equals
-// x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)) (arXiv 1606.08415).
-enum Activation : int { SILU, GELU_TANH, GELU };
+// x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)) (arXiv 1606.08415). GPT_OSS is a gate of its own.
+enum Activation : int { SILU, GELU_TANH, GELU, GPT_OSS };
 
 template <Activation ACTIVATION>
 inline float activated(float x) {
@@ -146,22 +146,30 @@ inline float activated(float x) {
 }
 
 template <Activation ACTIVATION>
+inline float gated(float gate, float up) {
+  if (ACTIVATION != GPT_OSS) return wide(narrow(activated<ACTIVATION>(gate))) * up;
+  // Written so that NaN stays NaN.
+  const float g = gate > 7.0f ? 7.0f : gate, u = up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up;
+  return (u + 1.0f) * g / (1.0f + exponential(-1.702f * g));
+}
+
+template <Activation ACTIVATION>
 inline void gate(Member& me, const Stored* gate_up, Stored* out, size tokens, size width) {
   me.share(tokens, TOGETHER, [=](size token) {
     const Stored* gate = gate_up + token * 2 * width;
     const Stored* up = gate + width;
     Stored* y = out + token * width;
-    for (size i = 0; i < width; ++i)
-      y[i] = narrow(wide(narrow(activated<ACTIVATION>(wide(gate[i])))) * wide(up[i]));
+    for (size i = 0; i < width; ++i) y[i] = narrow(gated<ACTIVATION>(wide(gate[i]), wide(up[i])));
   });
 }
 
-// out [tokens, width] = activation(gate) * up. gate_up [tokens, 2 * width] has gate before up.
+// out [tokens, width] = activation(gate) * up, or the gate of gpt-oss. gate_up [tokens, 2 * width] has gate before up.
 inline void gate(Member& me, Activation activation, const Stored* gate_up, Stored* out, size tokens,
                  size width) {
   if (activation == SILU) gate<SILU>(me, gate_up, out, tokens, width);
   else if (activation == GELU_TANH) gate<GELU_TANH>(me, gate_up, out, tokens, width);
-  else gate<GELU>(me, gate_up, out, tokens, width);
+  else if (activation == GELU) gate<GELU>(me, gate_up, out, tokens, width);
+  else gate<GPT_OSS>(me, gate_up, out, tokens, width);
 }
 
 // Cosines and sines for the first `pairs` pairs of a head's features; rows are `stride` elements apart.

@@ -13,7 +13,7 @@ from worker.attention.backend import StepAttention
 from worker.model.rope import Angle, rotate
 from worker.model.spec import Activation
 
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
@@ -35,7 +35,7 @@ class Pointwise(Protocol):
         ...
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """Return activation(gate) * up, [T, n].
+        """Return activation(gate) * up, [T, n], or the gate of gpt-oss.
 
         ``gate_up`` [T, 2 * n] has the n features of gate before those of up.
         """
@@ -76,6 +76,9 @@ class TorchPointwise:
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
+        if activation == "gpt_oss":
+            gate, up = gate.float().clamp(max=7.0), up.float().clamp(-7.0, 7.0)
+            return ((up + 1.0) * gate * (1.702 * gate).sigmoid()).to(gate_up.dtype)
         return _ACTIVATIONS[activation](gate).mul_(up)
 
     def rotate(self, heads: Tensor, angle: Angle) -> Tensor:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
+#: The result of a gated MLP's gate is activation(gate) * up. That of gpt_oss is
+#: (u + 1) * g * sigmoid(1.702 * g) with g = min(gate, 7) and u = min(max(up, -7), 7).
+Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "gpt_oss"]
 
 
 class UnsupportedModel(ValueError):
@@ -96,7 +98,8 @@ class Experts:
     ``top_k`` most probable ones, which are MLPs with ``intermediate_size`` features, and their
     results are weighted with the probabilities. With ``normalised``, these are first divided by
     their sum. If ``shared_size`` is not None, an MLP with that many features also computes every
-    token; its result is multiplied by the sigmoid of a gate.
+    token; its result is multiplied by the sigmoid of a gate. With ``router_bias`` the router has a
+    bias.
     """
 
     number: int
@@ -104,6 +107,7 @@ class Experts:
     intermediate_size: int
     normalised: bool
     shared_size: int | None = None
+    router_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +129,11 @@ class TensorNames:
 
     With ``fused``, the weights of linear layers with the same input (query, key and value; gate and
     up) are stored as one tensor. Tensors whose names begin with one of ``unread`` are ignored.
-    ``mixture`` is the name of a layer's mixture of experts, and ``expert_linears`` are those of the
-    gate, up and down projections of an expert.
+    ``mixture`` is the name of a layer's mixture of experts, ``router`` that of its router, and
+    ``expert_linears`` are those of the gate, up and down projections of an expert. With
+    ``stacked_experts``, the projections of all experts are two tensors with biases:
+    ``gate_up_proj`` [experts, inputs, 2 * outputs], in which gate and up alternate, and
+    ``down_proj`` [experts, inputs, outputs].
     """
 
     model: str = "model"
@@ -134,6 +141,8 @@ class TensorNames:
     fused: bool = False
     unread: tuple[str, ...] = ()
     mixture: str = "mlp"
+    router: str = "gate"
+    stacked_experts: bool = False
     expert_linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -166,6 +175,8 @@ class ModelSpec:
     qk_norm: Literal["head", "all"] | None = None
     #: largest magnitude of queries, keys and values, to which they are clipped before rotation
     qkv_clip: float | None = None
+    #: every head has a sink: a score without a key, which takes part in the softmax
+    sinks: bool = False
     activation: Activation = "silu"
     #: norms multiply by 1 + weight, and round only the final result
     norms_add_one: bool = False

@@ -128,9 +128,11 @@ class CompiledStack:
         self._logits.restype = None
         #: keeps the tensors alive that the structures point to
         self._plain = plain
+        sinks = [layer.attention.form.sinks for layer in plain.layers]
+        self._sinks = [None if each is None else each.float() for each in sinks]
         layers = [
-            _layer(layer, table)
-            for layer, table in zip(plain.layers, plain.table_of_layer, strict=True)
+            _layer(*each)
+            for each in zip(plain.layers, plain.table_of_layer, self._sinks, strict=True)
         ]
         self._dtype = plain.norm.weight.dtype
         self._group = plain.embedding.group
@@ -296,7 +298,6 @@ def _is_supported(layer: Layer) -> bool:
     return (
         isinstance(attention.pointwise, CompiledPointwise)
         and all(isinstance(linear.weight.form, Panels) for linear in linears)
-        and attention.form.sinks is None
         and not (isinstance(attention.norms, AllHeadsNorms) and attention.out.group.size > 1)
     )
 
@@ -341,7 +342,7 @@ def _angles(table: RotaryTable) -> _Angles:
     return _Angles(table.cos.data_ptr(), table.sin.data_ptr(), pairs, pairs)
 
 
-def _layer(layer: Layer, table: int) -> _Layer:
+def _layer(layer: Layer, table: int, sinks: Tensor | None) -> _Layer:
     attention, mlp = layer.attention, layer.mlp
     if isinstance(attention.norms, AllHeadsNorms):
         weights = attention.norms.query, attention.norms.key
@@ -362,7 +363,7 @@ def _layer(layer: Layer, table: int) -> _Layer:
         after_attention=_norm(layer.around_attention.after),
         qkv=native_linear(attention.qkv),
         out=native_linear(attention.out),
-        form=native_form(attention.form, None),
+        form=native_form(attention.form, sinks),
         angles=table,
         before_mlp=_norm(layer.around_mlp.before),
         after_mlp=_norm(layer.around_mlp.after),

@@ -33,7 +33,7 @@ from worker.model.filling import Filler, Read, read_exactly
 from worker.model.gguf_weights import GgufStoredTensor, gguf_reading, read_gguf_tensors
 from worker.model.hf_config import HfConfig
 from worker.model.layers import Piece
-from worker.model.sharing import Run, bounds_of
+from worker.model.sharing import Run
 
 log = logs.get_logger(__name__)
 
@@ -136,7 +136,7 @@ def _by_name(pieces: Iterable[Piece]) -> _PiecesByName:
     for piece in pieces:
         pieces_by_name[piece.name].append(piece)
     for several in pieces_by_name.values():
-        several.sort(key=lambda piece: [b.start for b in bounds_of(piece.slices, piece.shape)])
+        several.sort(key=lambda piece: [bound.start for bound in piece.bounds])
     return dict(pieces_by_name)
 
 

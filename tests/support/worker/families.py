@@ -313,6 +313,30 @@ CHECKPOINTS = {
             "tie_word_embeddings": True,
         },
     ),
+    "gpt_oss": Checkpoint(
+        "gpt_oss",
+        *(10, 5, 6),
+        {
+            "intermediate_size": 27,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "sliding_window": 20,
+            "layer_types": _MIXED_LAYERS,
+            "rope_parameters": _YARN | {"truncate": False},
+        },
+    ),
+    "gpt_oss, tied, no biases, one expert for a token": Checkpoint(
+        "gpt_oss",
+        *(10, 5, 8),
+        {
+            "intermediate_size": 21,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "sliding_window": 45,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 #: Enough of a picture's way in for the checkpoint to have tensors of it.
 _VISION = {

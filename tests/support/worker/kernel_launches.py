@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from worker.device.kv_cache import KVCache
 from worker.device.upload import Parcel
 from worker.engine.plan import Row, Rows
 from worker.model.kernel_pointwise import KernelPointwise
+from worker.model.spec import Activation
 from worker.runner.sample_by_kernel import sample_by_kernel
 from worker.runner.sampling_metadata import SamplingMetadata
 
@@ -50,7 +52,7 @@ def pointwise(dtype: torch.dtype, width: int) -> None:
     for add_one in (False, True):
         for added in (None, x):
             KernelPointwise().norm(x, weight, 1e-5, add_one, added)
-    for activation in ("silu", "gelu", "gelu_pytorch_tanh"):
+    for activation in get_args(Activation):
         KernelPointwise().gate(x, activation)
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import shutil
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from worker.model.compiled_pointwise import CompiledPointwise, choose_pointwise
 from worker.model.pointwise import TORCH
 from worker.model.rope import RotaryTable
-from worker.model.spec import Rope
+from worker.model.spec import Activation, Rope
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -76,12 +79,20 @@ def test_compiled_norm_accepts_strided_heads(
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("activation", get_args(Activation))
 def test_compiled_gate_matches_torch(
-    width: int, activation: str, dtype: torch.dtype, compiled: CompiledPointwise
+    width: int, activation: Activation, dtype: torch.dtype, compiled: CompiledPointwise
 ) -> None:
     gate_up = random(5, 2 * width, dtype=dtype, scale=4)
     close(compiled.gate(gate_up, activation), TORCH.gate(gate_up, activation))
+
+
+def test_gate_of_gpt_oss_matches_transformers() -> None:
+    config = GptOssConfig(hidden_size=2, intermediate_size=1100, num_local_experts=1)
+    gate_up = random(5, 2 * 1100, dtype=torch.float32, scale=6)
+    alternating = gate_up.view(5, 2, 1100).mT.flatten(1)
+    expected = GptOssExperts(config)._apply_gate(alternating)  # type: ignore[no-untyped-call]
+    close(TORCH.gate(gate_up, "gpt_oss"), expected)
 
 
 def test_compiled_gate_accepts_strided_input(
@@ -93,7 +104,7 @@ def test_compiled_gate_accepts_strided_input(
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 def test_compiled_gate_handles_extreme_values(
-    activation: str, dtype: torch.dtype, compiled: CompiledPointwise
+    activation: Activation, dtype: torch.dtype, compiled: CompiledPointwise
 ) -> None:
     """The result is 0 where the exponential overflows."""
     ends = [0.0, -0.0, 88.0, -88.0, -87.3, -104.0, 200.0, -200.0, 6e4, -6e4]

@@ -204,6 +204,32 @@ MIXTRAL_8X7B = config(
     sliding_window=None,
     tie_word_embeddings=False,
 )
+GPT_OSS_20B = config(
+    "GptOssForCausalLM",
+    "gpt_oss",
+    (201088, 2880, 2880, 24, 64, 8),
+    attention_bias=True,
+    head_dim=64,
+    hidden_act="silu",
+    initial_context_length=4096,
+    layer_types=["sliding_attention", "full_attention"] * 12,
+    max_position_embeddings=131072,
+    num_experts_per_tok=4,
+    num_local_experts=32,
+    rms_norm_eps=1e-5,
+    rope_scaling={
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    rope_theta=150000,
+    sliding_window=128,
+    swiglu_limit=7.0,
+    tie_word_embeddings=False,
+)
 QWEN_1_5_MOE = config(
     "Qwen2MoeForCausalLM",
     "qwen2_moe",
@@ -277,6 +303,7 @@ PUBLISHED: dict[str, Json] = {
     "Phi 4 mini": PHI_4_MINI,
     "Granite 3": GRANITE_3,
     "Mixtral 8x7B": MIXTRAL_8X7B,
+    "gpt-oss 20B": GPT_OSS_20B,
     "Qwen 1.5 MoE": QWEN_1_5_MOE,
     "Qwen 3 30B-A3B": QWEN_3_30B_A3B,
     "OLMoE 1B-7B": OLMOE_1B_7B,
@@ -338,7 +365,8 @@ def test_published_config_matches_transformers(content: Json, tmp_path: Path) ->
     assert [layer.window for layer in spec.layers] == windows_of(text)
     assert spec.logits_softcap == getattr(text, "final_logit_softcapping", None)
     assert spec.attention_softcap == getattr(text, "attn_logit_softcapping", None)
-    assert spec.activation == getattr(text, "hidden_activation", getattr(text, "hidden_act", ""))
+    named = getattr(text, "hidden_activation", getattr(text, "hidden_act", ""))
+    assert spec.activation == ("gpt_oss" if config.model_type == "gpt_oss" else named)
     assert {layer.experts for layer in spec.layers} == {experts_of(text)}
     assert {layer.rope.theta for layer in spec.layers} == thetas_of(text)
 
@@ -371,6 +399,7 @@ def experts_of(config: PreTrainedConfig) -> Experts | None:
         getattr(config, "moe_intermediate_size", config.intermediate_size),
         normalised=getattr(config, "norm_topk_prob", True),
         shared_size=getattr(config, "shared_expert_intermediate_size", None),
+        router_bias=config.model_type == "gpt_oss",
     )
 
 
