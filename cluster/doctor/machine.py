@@ -132,6 +132,7 @@ def _cpu_kernels(config: Config) -> Finding:
     import torch
 
     from worker.device.device import choose_dtype
+    from worker.model.families import read_spec
     from worker.model.precompile import describe_kernels
     from worker.native import native
     from worker.runner.build import quantised_dtype, weights_dtype
@@ -144,9 +145,13 @@ def _cpu_kernels(config: Config) -> Finding:
         mend = f"change worker.quantization, worker.dtype or {native.LEVEL_VARIABLE}"
         return broken("kernels", str(error), mend)
     # A problem with the model has a finding of its own.
+    format = None
     with suppress(ValueError, ModelUnavailable):
-        stored = weights_dtype(worker, _directory(config), dtype, cpu)
-    says = describe_kernels(dtype, quantised or stored, threads_per_rank(config, _cores()))
+        directory = _directory(config)
+        format = read_spec(directory).weight_format
+        stored = weights_dtype(worker, directory, dtype, cpu)
+    codes = None if format is None else format.codes
+    says = describe_kernels(dtype, quantised or stored, threads_per_rank(config, _cores()), codes)
     if native.why_no_code():
         return doubtful("kernels", f"{says}: SLOWER", "install g++")
     return fine("kernels", says)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 #: Bytes per element of the types that parameters can be read from.
-ITEM_SIZES = {"F32": 4, "BF16": 2, "F16": 2}
+ITEM_SIZES = {"F32": 4, "BF16": 2, "F16": 2, "I32": 4, "I8": 1, "F8_E4M3": 1}
 _LENGTH = struct.Struct("<Q")
 #: Largest header, in bytes, that the safetensors library accepts.
 _MAX_HEADER = 100_000_000

@@ -290,6 +290,8 @@ class Decoder:
 
     def __init__(self, spec: ModelSpec, max_model_len: int, place: Placement) -> None:
         vocab, width, names = spec.vocab_size, spec.hidden_size, spec.tensors
+        place = replace(place, format=spec.weight_format)
+        self.weight_format = spec.weight_format
         #: prefixes of the names of checkpoint tensors that the model ignores
         self.unread = names.unread
         tables = f"{names.model}.embed_tokens.weight", f"{names.head}.weight"

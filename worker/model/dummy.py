@@ -21,11 +21,14 @@ from worker.model.decoder import Decoder
 from worker.model.filling import Filler
 from worker.model.layers import Piece
 from worker.model.sharing import Run
+from worker.model.weight_format import SCALE_NAMES
 
 #: A prime, so that the rows of a table begin at different positions of the stream.
 PERIOD = 262_147
 #: Standard deviation of biases, whose mean is 0, and of norm weights, whose mean is 1.
 _SMALL = 0.02
+#: Mean of the scales of quantised weights.
+_SCALE = 2**-10
 
 
 def fill(decoder: Decoder, progress: Progress = ignore_progress) -> int:
@@ -37,7 +40,7 @@ def fill(decoder: Decoder, progress: Progress = ignore_progress) -> int:
     filler = Filler(pieces, progress)
     for piece in pieces:
         # Convert the short stream once: converting each element would take longer than copying it.
-        stream = _stream(piece).to(piece.into.dtype)
+        stream = _codes(piece) if piece.writer else _stream(piece).to(piece.into.dtype)
         filler.fill(piece, stream.dtype, partial(_read, stream))
     return filler.total_bytes
 
@@ -48,6 +51,8 @@ def _stream(piece: Piece) -> Tensor:
     The values of a matrix have the variance 1 / (number of input features), so that a product has
     about the magnitude of its input.
     """
+    if piece.name.endswith(SCALE_NAMES):
+        return _uniform(piece.name, _SCALE, _SCALE / 10)
     if piece.name.endswith("bias"):
         return _uniform(piece.name, 0.0, _SMALL)
     if len(piece.shape) == 1:
@@ -57,10 +62,23 @@ def _stream(piece: Piece) -> Tensor:
     return _uniform(piece.name, 0.0, inputs**-0.5)
 
 
+def _codes(piece: Piece) -> Tensor:
+    """Return PERIOD random codes of quantised weights, or words of them."""
+    assert piece.writer is not None
+    size = PERIOD * piece.writer.dtype.itemsize
+    # No code is the NaN of an 8-bit float without this bit.
+    bytes_ = _generator(piece.name).integers(0, 256, size, np.uint8) & 0xBF
+    return torch.from_numpy(bytes_).view(piece.writer.dtype)
+
+
 def _uniform(name: str, mean: float, deviation: float) -> Tensor:
-    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16])
-    values = np.random.Generator(np.random.Philox(key=seed)).random(PERIOD, dtype=np.float32)
+    values = _generator(name).random(PERIOD, dtype=np.float32)
     return torch.from_numpy(values).sub_(0.5).mul_(math.sqrt(12) * deviation).add_(mean)
+
+
+def _generator(name: str) -> np.random.Generator:
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16])
+    return np.random.Generator(np.random.Philox(key=seed))
 
 
 def _read(stream: Tensor, runs: Iterable[Run], into: Tensor) -> None:

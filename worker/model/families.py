@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 from worker.model.hf_config import HfConfig, Json
+from worker.model.hf_quantization import read_format
 from worker.model.hf_rope import DEFAULT_THETA, read_rope, rope_of, rope_parameters, rope_type
 from worker.model.spec import (
     Activation,
@@ -148,7 +149,7 @@ def read_spec(directory: str | Path) -> ModelSpec:
     its subclass UnsupportedArchitecture if the architecture is unknown.
     """
     config = HfConfig.read(Path(directory) / "config.json")
-    return _adapter(config)(config)
+    return replace(_adapter(config)(config), weight_format=read_format(config))
 
 
 def _adapter(config: HfConfig) -> Callable[[HfConfig], ModelSpec]:
@@ -428,7 +429,6 @@ ARCHITECTURES = tuple(_ADAPTERS)
 def _spec(
     config: HfConfig, layers: Sequence[LayerSpec], activation: str = "hidden_act"
 ) -> ModelSpec:
-    config.refuse_unless("quantization_config")
     heads = config.positive("num_attention_heads")
     kv_heads = config.positive("num_key_value_heads", heads)
     if heads % kv_heads:

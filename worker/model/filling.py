@@ -24,6 +24,8 @@ from worker.model.sharing import Run, runs
 Read = Callable[[Iterable[Run], Tensor], None]
 
 _BUFFER_BYTES = 4 << 20
+#: Bytes that a Writer converts at a time; it needs several times this memory.
+_CONVERTED_BYTES = 512 << 10
 #: Maximum number of unneeded bytes that are read along. Reading them takes no longer than starting
 #: a second read after them.
 _GAP_BYTES = 16 << 10
@@ -66,13 +68,25 @@ class Filler:
 
         ``read`` reads given runs of the stored tensor's elements into a flat tensor.
         """
-        bounds, shape = piece.bounds, piece.view or piece.shape
-        inner = _ranges_to_read(bounds[1:], shape[1:], dtype.itemsize)
+        bounds, stored = piece.bounds, piece.view or piece.shape
+        most = _BUFFER_BYTES if piece.writer is None else _CONVERTED_BYTES
+        inner = _ranges_to_read(bounds[1:], stored[1:], dtype.itemsize)
         needed = [_within(part, whole) for part, whole in zip(bounds[1:], inner, strict=True)]
-        for rows in _batches((bounds[0], *inner), dtype.itemsize):
+        for rows in _batches((bounds[0], *inner), dtype.itemsize, most):
+            shape = len(rows), *map(len, inner)
+            if piece.writer is not None:
+                target = self._in_buffer(shape, dtype, piece.into.device)
+                read(runs(stored, (rows, *inner)), target.view(-1))
+                piece.writer.write(target[:, *needed].to(piece.into.device), rows.start)
+                done, total = (
+                    piece.into.nbytes * (end - bounds[0].start) // len(bounds[0])
+                    for end in (rows.start, rows.stop)
+                )
+                self._report(total - done)
+                continue
             into = piece.into[_within(rows, bounds[0])]
-            target = self._read_target(into, (len(rows), *map(len, inner)), dtype)
-            read(runs(shape, (rows, *inner)), target.view(-1))
+            target = self._read_target(into, shape, dtype)
+            read(runs(stored, (rows, *inner)), target.view(-1))
             if target is not into:
                 into.copy_(target[:, *needed])
             self._report(into.nbytes)
@@ -84,11 +98,18 @@ class Filler:
 
     def _read_target(self, into: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         is_fit = into.dtype == dtype and into.shape == shape
-        if is_fit and into.device.type == "cpu" and into.is_contiguous():
+        is_row_major = into.is_contiguous() and into.stride(-1) == 1
+        if is_fit and into.device.type == "cpu" and is_row_major:
             return into
+        return self._in_buffer(shape, dtype, into.device)
+
+    def _in_buffer(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Return a tensor in this thread's buffer, from which it is copied to ``device``."""
         size = math.prod(shape) * dtype.itemsize
         if len(self._buffer.bytes) < size:
-            on_gpu = into.device.type == "cuda"
+            on_gpu = device.type == "cuda"
             self._buffer.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
         return self._buffer.bytes[:size].view(dtype).view(shape)
 
@@ -104,11 +125,11 @@ def _within(inner: range, outer: range) -> slice:
     return slice(inner.start - outer.start, inner.stop - outer.start)
 
 
-def _batches(bounds: tuple[range, ...], item_size: int) -> Iterator[range]:
+def _batches(bounds: tuple[range, ...], item_size: int, most_bytes: int) -> Iterator[range]:
     row_bytes = item_size * math.prod(map(len, bounds[1:]))
     if not row_bytes:
         return
-    count = max(1, _BUFFER_BYTES // row_bytes)
+    count = max(1, most_bytes // row_bytes)
     first, end = bounds[0].start, bounds[0].stop
     for start in range(first, end, count):
         yield range(start, min(start + count, end))

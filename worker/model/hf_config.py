@@ -7,6 +7,7 @@ family's default, and null for no value.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,9 @@ class HfConfig:
 
     def __bool__(self) -> bool:
         return bool(self._values)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
 
     def __contains__(self, key: str) -> bool:
         return key in self._values

@@ -12,18 +12,20 @@ after that ``pieces`` is unusable. The layers are for inference only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from worker.model.matrix import Matrix, Packing
+from worker.model.piece import Piece as Piece
 from worker.model.pointwise import TORCH, Pointwise
-from worker.model.sharing import Share, bounds_of, tail_padded
+from worker.model.quantised import Block, Quantised
+from worker.model.sharing import Share, tail_padded
+from worker.model.spec import UnsupportedModel
+from worker.model.weight_format import WeightFormat
 from worker.parallel.group import Group
-
-Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class Placement:
     pointwise: Pointwise = TORCH
     #: type of the weights of matrix products and of the embedding; None: ``dtype``
     weights: torch.dtype | None = None
+    #: format of a quantised checkpoint's linear layers
+    format: WeightFormat | None = None
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -43,26 +47,23 @@ class Placement:
     def empty_weight(self, outputs: int, inputs: int) -> Tensor:
         return torch.empty(outputs, inputs, dtype=self.weights or self.dtype, device=self.device)
 
+    def linear_weight(self, blocks: Sequence[Block], inputs: int) -> Matrix:
+        """Return an unfilled weight of the linear layers ``blocks`` and of ``inputs`` inputs.
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Slice of a checkpoint tensor, and the parameter, or part of it, that the slice is read into.
+        Raises UnsupportedModel if only some of the layers are quantised.
+        """
+        layers = {block.layer: self.quantises(block.layer) for block in blocks}
+        if self.format is None or not any(layers.values()):
+            return Matrix(self.empty_weight(sum(block.width for block in blocks), inputs))
+        if not all(layers.values()):
+            raise UnsupportedModel(
+                f"{', '.join(layers)} must be quantised together: they are one product"
+            )
+        return Matrix(Quantised(self.format, blocks, inputs, self.dtype, self.device))
 
-    The slice ``slices`` of the tensor is read into ``into``. ``name`` and ``shape`` describe the
-    whole tensor, of which a rank may need several pieces. If ``view`` is given, the slice is that
-    of the tensor's elements in this other shape.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    slices: Slices
-    into: Tensor
-    view: tuple[int, ...] | None = None
-
-    @property
-    def bounds(self) -> tuple[range, ...]:
-        """Indices in each dimension of ``view``, or ``shape``, that the slice selects."""
-        return bounds_of(self.slices, self.view or self.shape)
+    def quantises(self, layer: str) -> bool:
+        """Return whether the weight of the linear layer ``layer`` is quantised."""
+        return self.format is not None and self.format.quantises(layer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,11 @@ class Part:
     def local_features(self) -> slice:
         """Return the slice of the checkpoint's features that this rank holds."""
         return slice(self.share.start, self.share.stop)
+
+    @property
+    def held(self) -> range:
+        """Return the numbers of the checkpoint's features that this rank holds."""
+        return range(self.share.start, self.share.stop)
 
 
 def column_parts(
@@ -110,7 +116,10 @@ class ColumnLinear:
     def __init__(self, parts: tuple[Part, ...], inputs: int, bias: bool, place: Placement) -> None:
         outputs = sum(part.share.width for part in parts)
         self._parts = parts
-        self.weight = Matrix(place.empty_weight(outputs, inputs))
+        blocks = [
+            Block(p.name, (p.size, inputs), p.held, range(inputs), p.share.width) for p in parts
+        ]
+        self.weight = place.linear_weight(blocks, inputs)
         self.bias = place.empty(outputs) if bias else None
         for _, part, rows in self._rows():
             rows[part.share.num_items :].zero_()
@@ -122,6 +131,8 @@ class ColumnLinear:
         self.weight.pack(packing)
 
     def pieces(self) -> Iterator[Piece]:
+        if self.weight.quantised is not None:
+            yield from self.weight.quantised.pieces()
         for kind, part, rows in self._rows():
             shape = (part.size, *rows.shape[1:])
             yield Piece(
@@ -130,7 +141,8 @@ class ColumnLinear:
 
     def _rows(self) -> Iterator[tuple[str, Part, Tensor]]:
         widths = [part.share.width for part in self._parts]
-        for kind, parameter in (("weight", self.weight.plain), ("bias", self.bias)):
+        weight = self.weight.plain if self.weight.quantised is None else None
+        for kind, parameter in (("weight", weight), ("bias", self.bias)):
             if parameter is not None:
                 for part, rows in zip(self._parts, parameter.split_with_sizes(widths), strict=True):
                     yield kind, part, rows
@@ -145,8 +157,11 @@ class RowLinear:
     def __init__(self, part: Part, outputs: int, bias: bool, place: Placement) -> None:
         self._part = part
         self.group = place.group
-        self.weight = Matrix(place.empty_weight(outputs, part.share.width))
-        self.weight.plain[:, part.share.num_items :].zero_()
+        block = Block(part.name, (outputs, part.size), range(outputs), part.held, outputs)
+        self.weight = place.linear_weight([block], part.share.width)
+        self._outputs = outputs
+        if self.weight.quantised is None:
+            self.weight.plain[:, part.share.num_items :].zero_()
         self.bias = place.empty(outputs) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -164,10 +179,15 @@ class RowLinear:
         self.weight.pack(packing)
 
     def pieces(self) -> Iterator[Piece]:
-        part, weight = self._part, self.weight.plain
-        outputs, whole = len(weight), slice(None)
-        into = weight[:, : part.share.num_items]
-        yield Piece(f"{part.name}.weight", (outputs, part.size), (whole, part.local_features), into)
+        part, outputs, whole = self._part, self._outputs, slice(None)
+        if self.weight.quantised is not None:
+            yield from self.weight.quantised.pieces()
+        else:
+            slices, into = (
+                (whole, part.local_features),
+                self.weight.plain[:, : part.share.num_items],
+            )
+            yield Piece(f"{part.name}.weight", (outputs, part.size), slices, into)
         if self.bias is not None:
             yield Piece(f"{part.name}.bias", (outputs,), (whole,), self.bias)
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from worker.model.quantised import Quantised
+
 
 class Form(Protocol):
     """Weight [outputs, inputs] in one memory layout, and the operations on it."""
@@ -47,6 +49,13 @@ class Packing(Protocol):
         """
         ...
 
+    def pack_quantised(self, weight: Quantised) -> Form | None:
+        """Return ``weight``, which must be filled, in the packed layout, which reuses its memory.
+
+        Return None, and leave ``weight`` unchanged, if it cannot be packed.
+        """
+        ...
+
     def of_experts(self) -> Packing:
         """Return the packing of a mixture of experts, whose products are many and have few rows."""
         ...
@@ -71,14 +80,15 @@ class Plain:
 class Matrix:
     """Weight [outputs, inputs] of a linear layer or an embedding.
 
-    A Matrix is created with the plain tensor, whose values are then filled in through ``plain``.
-    After that, ``pack`` converts the weight to a faster layout if possible. ``multiply`` works in
-    any layout, ``rows`` only in some.
+    A Matrix is created with the plain tensor, whose values are then filled in through ``plain``, or
+    with the weight of a quantised checkpoint, which is filled through ``quantised``. After that,
+    ``pack`` converts the weight to a faster layout if possible. ``multiply`` works in any layout,
+    ``rows`` only in some.
     """
 
-    def __init__(self, plain: Tensor) -> None:
-        self.form: Form = Plain(plain)
-        self.dtype = plain.dtype
+    def __init__(self, weight: Tensor | Quantised) -> None:
+        self.form: Form = Plain(weight) if isinstance(weight, Tensor) else weight
+        self.dtype = weight.dtype
 
     @property
     def plain(self) -> Tensor:
@@ -87,9 +97,16 @@ class Matrix:
             raise RuntimeError("a packed weight cannot be filled")
         return self.form.weight
 
+    @property
+    def quantised(self) -> Quantised | None:
+        """Return the weight if it is that of a quantised checkpoint and not packed, else None."""
+        return self.form if isinstance(self.form, Quantised) else None
+
     def pack(self, packing: Packing) -> None:
-        """Pack the weight, which must be filled; it stays plain if ``packing`` cannot pack it."""
-        self.form = packing.pack(self.plain) or self.form
+        """Pack the weight, which must be filled; it stays as it is if it cannot be packed."""
+        weight = self.quantised
+        packed = packing.pack(self.plain) if weight is None else packing.pack_quantised(weight)
+        self.form = packed or self.form
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return ``x`` [T, inputs] @ weight.T + ``bias`` [outputs], of shape [T, outputs]."""

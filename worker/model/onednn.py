@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from everlift import logs
 from worker.model.matrix import Packing, are_close
+from worker.model.quantised import Quantised
 
 log = logs.get_logger(__name__)
 
@@ -88,6 +89,9 @@ class OneDnnPacking:
 
     def of_experts(self) -> Packing:
         return self._experts() or self
+
+    def pack_quantised(self, weight: Quantised) -> None:
+        """Leave ``weight`` as it is, because oneDNN does not multiply its codes."""
 
     def pack(self, weight: Tensor) -> OneDnn | None:
         """Return the packed weight, or None if oneDNN fails for weights of this shape.

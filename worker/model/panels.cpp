@@ -13,36 +13,31 @@ extern "C" {
 // Outputs per panel.
 size width() { return WIDTH; }
 
-// Packs weight [outputs, inputs] into panels, in its own memory. outputs must be a multiple of WIDTH, and
-// inputs a multiple of PACK.
-void pack(Weight* weight, size outputs, size inputs, int threads) {
+// Packs weight [outputs, packs] into panels, in its own memory. outputs must be a multiple of WIDTH.
+void pack(std::uint32_t* weight, size outputs, size packs, int threads) {
   using Pack = std::uint32_t;
 #pragma omp parallel num_threads(threads)
   {
-    const size packs = inputs / PACK;
     const std::unique_ptr<Pack[]> rows(new Pack[WIDTH * packs]);
 #pragma omp for
     for (size output = 0; output < outputs; output += WIDTH) {
-      Weight* panel = weight + output * inputs;
+      Pack* panel = weight + output * packs;
       std::memcpy(rows.get(), panel, WIDTH * packs * sizeof(Pack));
       for (size i = 0; i < packs; ++i)
-        for (size o = 0; o < WIDTH; ++o)
-          std::memcpy(panel + PACK * (i * WIDTH + o), &rows[o * packs + i], sizeof(Pack));
+        for (size o = 0; o < WIDTH; ++o) panel[i * WIDTH + o] = rows[o * packs + i];
     }
   }
 }
 
 // y = x @ weight.T + bias
-void multiply(const Stored* x, const Weight* panels, const float* scales, const Stored* bias,
-              Stored* y, size rows, size outputs, size inputs, int threads) {
-  const Product<Stored> product{x, panels, scales, bias, y, rows, outputs, inputs};
+void multiply(const Linear* linear, const Stored* x, Stored* y, size rows, int threads) {
+  const Product<Stored> product = linear->product(x, y, rows);
   team::gather(threads, [&](team::Member& me) { panels::multiply(me, product); });
 }
 
-// y = x @ weight.T as fp32.
-void multiply_to_fp32(const Stored* x, const Weight* panels, const float* scales, float* y,
-                      size rows, size outputs, size inputs, int threads) {
-  const Product<float> product{x, panels, scales, nullptr, y, rows, outputs, inputs};
+// y = x @ weight.T + bias as fp32.
+void multiply_to_fp32(const Linear* linear, const Stored* x, float* y, size rows, int threads) {
+  const Product<float> product = linear->product(x, y, rows);
   team::gather(threads, [&](team::Member& me) { panels::multiply(me, product); });
 }
 

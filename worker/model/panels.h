@@ -18,8 +18,10 @@
 //
 // All members of a team call multiply together, and divide the panels among themselves.
 //
-// Compiled for one type of weights (WEIGHTS_BFLOAT16, WEIGHTS_INT8, else fp32) and one type of inputs and
-// outputs (element.h).
+// Weights of a quantised checkpoint have 32-bit words of codes in place of the packs (quantised.h).
+//
+// Compiled for one type of weights (WEIGHTS_BFLOAT16, WEIGHTS_INT8, else fp32), one type of inputs and outputs
+// (element.h), and one type of codes if there are quantised weights.
 
 #pragma once
 
@@ -30,11 +32,13 @@
 #include "../native/element.h"
 #include "../native/team.h"
 #include "../native/vector.h"
+#include "quantised.h"
 
 // Hidden visibility, because libraries for other types or head dimensions define the same names.
 namespace [[gnu::visibility("hidden")]] panels {
 
 using element::Stored;
+using quantised::Groups;
 using vector::Floats;
 using vector::Ints;
 using vector::LANES;
@@ -76,8 +80,9 @@ struct Product {
   const Stored* bias;    // [outputs], or null
   Out* y;                // [rows, outputs]
   size rows, outputs, inputs;
+  const Groups* groups;  // of a quantised weight, else null
 
-  size packs() const { return (inputs + PACK - 1) / PACK; }
+  size packs() const { return groups ? groups->words : (inputs + PACK - 1) / PACK; }
   size chunks() const { return (rows + CHUNK - 1) / CHUNK; }
   size tasks() const;
   const Weight* panel(size task) const;
@@ -175,6 +180,20 @@ inline Floats some(const Element* from, size number) {
   return values;
 }
 
+// Adds the bias to sums, and stores them as the outputs of the panel whose first output is `output`.
+template <int ROWS, class Out>
+void finish(const Product<Out>& p, const Floats (&sums)[ROWS][VECTORS], size row, size output) {
+#pragma GCC unroll 4
+  for (int v = 0; v < VECTORS; ++v) {
+    const size first = output + v * LANES, left = p.outputs - first;
+    if (left <= 0) break;
+    const Floats bias = p.bias ? some(p.bias + first, left) : Floats{};
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r)
+      put(p.y + (row + r) * p.outputs + first, sums[r][v] + bias, left);
+  }
+}
+
 // Multiplies ROWS rows, from `row` on, by the panel whose first output is `output`.
 template <int ROWS, class Out>
 void tile(const Product<Out>& p, size row, size output, Ahead& ahead) {
@@ -194,26 +213,87 @@ void tile(const Product<Out>& p, size row, size output, Ahead& ahead) {
     case 2: if constexpr (PACK > 2) add<2>(sums, x, p.inputs, weights); break;
     case 3: if constexpr (PACK > 2) add<3>(sums, x, p.inputs, weights); break;
   }
+#if defined(WEIGHTS_INT8)
 #pragma GCC unroll 4
   for (int v = 0; v < VECTORS; ++v) {
-    const size first = output + v * LANES, left = p.outputs - first;
-    if (left <= 0) break;
-    const Floats bias = p.bias ? some(p.bias + first, left) : Floats{};
+    const Floats scale = some(p.scales + output + v * LANES, p.outputs - output - v * LANES);
 #pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) {
-      Floats sum = sums[r][v];
-#if defined(WEIGHTS_INT8)
-      sum *= some(p.scales + first, left);
+    for (int r = 0; r < ROWS; ++r) sums[r][v] *= scale;
+  }
 #endif
-      put(p.y + (row + r) * p.outputs + first, sum + bias, left);
-    }
+  finish(p, sums, row, output);
+}
+
+#if defined(QUANTISED_INT8) || defined(QUANTISED_INT4) || defined(QUANTISED_E4M3)
+
+// sums -= zero points times the sum of a group's inputs x [rows, count].
+template <int ROWS>
+void subtract_zeros(Floats (&sums)[ROWS][VECTORS], const Groups& groups, size group, const Stored* x,
+                    size stride, size count, size output) {
+  Floats zeros[VECTORS];
+  for (int v = 0; v < VECTORS; ++v) zeros[v] = -groups.zero(group, output + v * LANES);
+  for (int r = 0; r < ROWS; ++r) {
+    const Floats sum = vector::spread(quantised::sum(x + r * stride, count));
+    for (int v = 0; v < VECTORS; ++v) sums[r][v] = vector::multiply_add(sum, zeros[v], sums[r][v]);
   }
 }
+
+// The same as `tile` for a quantised weight.
+template <int ROWS, class Out>
+void quantised_tile(const Product<Out>& p, size row, size output, Ahead& ahead) {
+  using quantised::CODES;
+  const Groups& groups = *p.groups;
+  Floats totals[ROWS][VECTORS] = {};
+  const Stored* x = p.x + row * p.inputs;
+  const auto* words = reinterpret_cast<const quantised::Word*>(p.panels) + output * groups.words;
+  for (size group = 0, done = 0; done < groups.inputs; ++group) {
+    const size count = groups.count(group, done), rest = count % CODES;
+    const Stored* const begin = x;
+    const Stored* const end = x + (count - rest);
+    Floats sums[ROWS][VECTORS] = {};
+    for (; x + UNROLLED * CODES <= end; x += UNROLLED * CODES, words += UNROLLED * WIDTH) {
+      ahead.fetch();
+#pragma GCC unroll 8
+      for (int i = 0; i < UNROLLED; ++i)
+        quantised::add(sums, x + i * CODES, p.inputs, words + i * WIDTH);
+    }
+    for (; x < end; x += CODES, words += WIDTH) quantised::add(sums, x, p.inputs, words);
+    if (rest) {
+      Stored last[ROWS][CODES] = {};
+      for (int r = 0; r < ROWS; ++r) std::memcpy(last[r], x + r * p.inputs, rest * sizeof *x);
+      quantised::add(sums, last[0], CODES, words);
+      x += rest, words += WIDTH;
+    }
+    if (groups.zeros) subtract_zeros(sums, groups, group, begin, p.inputs, count, output);
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) {
+      const Floats scale = groups.scale(group, output + v * LANES);
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; ++r)
+        totals[r][v] = vector::multiply_add(scale, sums[r][v], totals[r][v]);
+    }
+    done += count;
+  }
+  finish(p, totals, row, output);
+}
+
+#define HAS_QUANTISED
+#endif
 
 template <class Out>
 using Tile = void (*)(const Product<Out>&, size, size, Ahead&);
 template <class Out>
 constexpr Tile<Out> TILES[TILE] = {tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>};
+
+template <class Out>
+const Tile<Out>* tiles_for(const Product<Out>& p) {
+#ifdef HAS_QUANTISED
+  static constexpr Tile<Out> QUANTISED_TILES[TILE] = {quantised_tile<1>, quantised_tile<2>, quantised_tile<3>,
+                                                      quantised_tile<4>, quantised_tile<5>, quantised_tile<6>};
+  if (p.groups) return QUANTISED_TILES;
+#endif
+  return TILES<Out>;
+}
 
 // Multiplies rows [row, end) by one panel, in tiles of about equal size: seven rows are four and three,
 // not six and one. Each tile prefetches a part of the panel `next`, if that is a different one and both
@@ -226,9 +306,10 @@ void chunk(const Product<Out>& p, size row, size end, size output, const Weight*
       next != p.panels + output * p.packs() * PACK && bytes <= MOST_BYTES_FETCHED;
   Ahead ahead{reinterpret_cast<const char*>(next), fetches ? (UNROLLED * LINES + tiles - 1) / tiles : 0};
   const char* const end_next = ahead.next + bytes;
+  const Tile<Out>* const by_rows = tiles_for(p);
   for (; tiles > 0; --tiles) {
     const size rows = (end - row + tiles - 1) / tiles;
-    TILES<Out>[rows - 1](p, row, output, ahead);
+    by_rows[rows - 1](p, row, output, ahead);
     row += rows;
     if (ahead.next >= end_next) ahead.lines = 0;
   }
@@ -267,10 +348,11 @@ struct Linear {
   const float* scales;
   const Stored* bias;
   size outputs, inputs;
+  Groups groups;
 
   template <class Out>
   Product<Out> product(const Stored* x, Out* y, size rows) const {
-    return {x, panels, scales, bias, y, rows, outputs, inputs};
+    return {x, panels, scales, bias, y, rows, outputs, inputs, groups.number ? &groups : nullptr};
   }
 
   template <class Out>

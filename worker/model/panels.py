@@ -17,6 +17,8 @@ from torch.nn import functional
 
 from everlift import logs
 from worker.model.matrix import Packing, are_close
+from worker.model.quantised import Block, Quantised
+from worker.model.weight_format import CodeType, WeightFormat
 from worker.native import native
 
 log = logs.get_logger(__name__)
@@ -30,10 +32,30 @@ _WEIGHTS = {
     torch.bfloat16: "WEIGHTS_BFLOAT16",
     torch.int8: "WEIGHTS_INT8",
 }
+#: Preprocessor macros of the types of a quantised checkpoint's codes.
+_CODES: dict[CodeType, str] = {
+    "int8": "QUANTISED_INT8",
+    "int4": "QUANTISED_INT4",
+    "e4m3": "QUANTISED_E4M3",
+}
+#: Numbers of the types of scales in C++.
+_SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: Number of outputs that are quantised at a time; it bounds the memory of their fp32 copy.
 _QUANTISED_TOGETHER = 1024
 #: Supported types of inputs and outputs.
 _DTYPES = (torch.float32, torch.bfloat16)
+
+
+class NativeGroups(ctypes.Structure):
+    """Groups of quantised.h; all zeros for a weight that is not quantised."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("number", "inputs", "first", "length", "words")),
+        ("scales", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("scale_type", "columns")),
+        *((name, ctypes.c_void_p) for name in ("column", "zeros")),
+        ("zero_bytes", ctypes.c_int64),
+    )
 
 
 class NativeLinear(ctypes.Structure):
@@ -42,6 +64,7 @@ class NativeLinear(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("panels", "scales", "bias")),
         *((name, ctypes.c_int64) for name in ("outputs", "inputs")),
+        ("groups", NativeGroups),
     )
 
 
@@ -49,7 +72,8 @@ class Panels:
     """Weight [outputs, inputs] in panels.
 
     ``panels`` has the elements of the weight; its number of outputs is rounded up to whole panels,
-    its number of inputs to whole 32-bit words. An int8 weight has ``scales`` [outputs].
+    its number of inputs to whole 32-bit words. An int8 weight has ``scales`` [outputs]. The weight
+    of a quantised checkpoint has ``quantised``, whose values are in panels.
     """
 
     def __init__(
@@ -60,8 +84,12 @@ class Panels:
         outputs: int,
         inputs: int,
         scales: Tensor | None = None,
+        quantised: Quantised | None = None,
     ) -> None:
         """Create the weight; ``dtype`` is the type of its inputs and outputs."""
+        #: keeps the tensors alive that ``_groups`` points to
+        self._quantised = quantised
+        self._groups = NativeGroups() if quantised is None else _groups(quantised)
         self.library = library
         self._panels = panels
         self._dtype = dtype
@@ -76,12 +104,7 @@ class Panels:
         x = self._input(x)
         y = x.new_empty(len(x), self.outputs)
         self.library.multiply(
-            x.data_ptr(),
-            self.address,
-            self.scales_address,
-            None if bias is None else bias.data_ptr(),
-            y.data_ptr(),
-            *self._size(x),
+            ctypes.byref(self.native(bias)), x.data_ptr(), y.data_ptr(), len(x), self._threads(x)
         )
         return y
 
@@ -89,7 +112,7 @@ class Panels:
         x = self._input(x)
         y = torch.empty(len(x), self.outputs)
         self.library.multiply_to_fp32(
-            x.data_ptr(), self.address, self.scales_address, y.data_ptr(), *self._size(x)
+            ctypes.byref(self.native(None)), x.data_ptr(), y.data_ptr(), len(x), self._threads(x)
         )
         return y
 
@@ -106,28 +129,50 @@ class Panels:
     def native(self, bias: Tensor | None) -> NativeLinear:
         """Return the structure for C++; it is valid as long as this weight and ``bias`` exist."""
         address = None if bias is None else bias.data_ptr()
-        return NativeLinear(self.address, self.scales_address, address, self.outputs, self.inputs)
+        size = self.outputs, self.inputs
+        return NativeLinear(self.address, self.scales_address, address, *size, self._groups)
 
     def _input(self, x: Tensor) -> Tensor:
         assert x.dtype == self._dtype and x.shape[1] == self.inputs
         return x.contiguous()
 
-    def _size(self, x: Tensor) -> tuple[int, int, int, int]:
-        size = len(x), self.outputs, self.inputs
-        return *size, _num_threads(math.prod(size))
+    def _threads(self, x: Tensor) -> int:
+        return _num_threads(len(x) * self.outputs * self.inputs)
+
+
+def _groups(weight: Quantised) -> NativeGroups:
+    column, zeros, groups = weight.column, weight.zeros, weight.groups
+    return NativeGroups(
+        *(groups.number, len(groups.places), groups.first, groups.length, groups.words),
+        weight.scales.data_ptr(),
+        _SCALES[weight.scales.dtype],
+        weight.scales.shape[1],
+        None if column is None else column.data_ptr(),
+        None if zeros is None else zeros.data_ptr(),
+        0 if zeros is None else zeros.shape[1],
+    )
 
 
 class PanelPacking:
-    """Packing of weights into panels of type ``weights``, for inputs and outputs of ``dtype``."""
+    """Packing of weights into panels of type ``weights``, for inputs and outputs of ``dtype``.
+
+    ``codes`` is the type of the codes of quantised weights, which it packs too.
+    """
 
     supports_rows = True
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, weights: torch.dtype) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        dtype: torch.dtype,
+        weights: torch.dtype,
+        codes: CodeType | None = None,
+    ) -> None:
         pointer, size, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         library.width.restype = size
         library.pack.argtypes = (pointer, size, size, count)
-        library.multiply.argtypes = (*[pointer] * 5, *[size] * 3, count)
-        library.multiply_to_fp32.argtypes = (*[pointer] * 4, *[size] * 3, count)
+        library.multiply.argtypes = (*[pointer] * 3, size, count)
+        library.multiply_to_fp32.argtypes = (*[pointer] * 3, size, count)
         library.look_up.argtypes = (*[pointer] * 4, *[size] * 2, count)
         functions = library.pack, library.multiply, library.multiply_to_fp32, library.look_up
         for function in functions:
@@ -135,6 +180,7 @@ class PanelPacking:
         self._library = library
         self._dtype = dtype
         self._weights = weights
+        self._codes = codes
         #: whether to pack an embedding that is only looked up and never multiplied with
         self.packs_embeddings = weights == torch.int8
         #: outputs in a panel
@@ -157,8 +203,19 @@ class PanelPacking:
         assert weight.dtype == self._weights
         padding = -inputs % (4 // weight.itemsize), -outputs % self.width
         panels = functional.pad(weight, (0, padding[0], 0, padding[1])) if any(padding) else weight
-        self._library.pack(panels.data_ptr(), *panels.shape, torch.get_num_threads())
+        self._pack_words(panels)
         return Panels(self._library, self._dtype, panels, outputs, inputs, scales)
+
+    def pack_quantised(self, weight: Quantised) -> Panels:
+        """Return ``weight`` in panels of its own memory; it must not be used afterwards."""
+        assert weight.format.codes == self._codes
+        self._pack_words(weight.values)
+        size = weight.outputs, weight.inputs
+        return Panels(self._library, self._dtype, weight.values, *size, quantised=weight)
+
+    def _pack_words(self, weight: Tensor) -> None:
+        outputs, words = len(weight), weight.shape[1] * weight.itemsize // 4
+        self._library.pack(weight.data_ptr(), outputs, words, torch.get_num_threads())
 
 
 def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,43 +235,55 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
     return numbers, scales
 
 
-def panel_flags(dtype: torch.dtype, weights: torch.dtype) -> tuple[str, ...]:
-    """Return the compiler flags for inputs and outputs of ``dtype`` and weights of ``weights``."""
-    return f"-D{native.DTYPES[dtype]}", f"-D{_WEIGHTS[weights]}"
+def panel_flags(
+    dtype: torch.dtype, weights: torch.dtype, codes: CodeType | None = None
+) -> tuple[str, ...]:
+    """Return the compiler flags for inputs and outputs of ``dtype`` and weights of ``weights``.
+
+    ``codes`` is the type of the codes if there are quantised weights too.
+    """
+    quantised = () if codes is None else (f"-D{_CODES[codes]}",)
+    return f"-D{native.DTYPES[dtype]}", f"-D{_WEIGHTS[weights]}", *quantised
 
 
-def panel_packing(dtype: torch.dtype, weights: torch.dtype) -> PanelPacking | None:
+def panel_packing(
+    dtype: torch.dtype, weights: torch.dtype, codes: CodeType | None = None
+) -> PanelPacking | None:
     """Return the packing into panels, or None if panels are not the fastest layout or do not work.
 
     If panels would be the fastest layout but do not work, the cause is logged.
     """
-    return working_panels(dtype, weights) if pays(dtype, weights) else None
+    return working_panels(dtype, weights, codes) if pays(dtype, weights, codes) else None
 
 
 @cache
-def working_panels(dtype: torch.dtype, weights: torch.dtype) -> PanelPacking | None:
+def working_panels(
+    dtype: torch.dtype, weights: torch.dtype, codes: CodeType | None = None
+) -> PanelPacking | None:
     """Return the packing into panels, or None if panels do not support these types or do not work.
 
     If panels support the types but do not work, the cause is logged.
     """
     if not _are_supported(dtype, weights):
         return None
-    library = native.compiled(_SOURCE, panel_flags(dtype, weights))
+    library = native.compiled(_SOURCE, panel_flags(dtype, weights, codes))
     if library is None:
         return None
-    packing = PanelPacking(library, dtype, weights)
-    if not _is_right(packing, dtype, weights):
+    packing = PanelPacking(library, dtype, weights, codes)
+    works = _is_right(packing, dtype, weights)
+    if not works or (codes is not None and not _multiplies_codes(packing, dtype, codes)):
         log.warning("panel kernels give wrong results: using slower code")
         return None
     return packing
 
 
-def pays(dtype: torch.dtype, weights: torch.dtype) -> bool:
+def pays(dtype: torch.dtype, weights: torch.dtype, codes: CodeType | None = None) -> bool:
     """Return whether panels are the fastest layout for these types on this CPU.
 
-    On a CPU with AMX, oneDNN multiplies bfloat16 faster.
+    On a CPU with AMX, oneDNN multiplies bfloat16 faster, but no codes of quantised weights.
     """
-    return _are_supported(dtype, weights) and (dtype != torch.bfloat16 or not native.has_amx())
+    is_fastest = codes is not None or dtype != torch.bfloat16 or not native.has_amx()
+    return _are_supported(dtype, weights) and is_fastest
 
 
 def _are_supported(dtype: torch.dtype, weights: torch.dtype) -> bool:
@@ -235,6 +304,28 @@ def _is_right(packing: PanelPacking, dtype: torch.dtype, weights: torch.dtype) -
     expected = functional.linear(x, weight.to(dtype), bias)
     return all(
         are_close(panels.multiply(x[:n], bias), expected[:n], inputs) for n in range(1, len(x) + 1)
+    )
+
+
+def _multiplies_codes(packing: PanelPacking, dtype: torch.dtype, codes: CodeType) -> bool:
+    """Return whether products with a random quantised weight equal those of torch."""
+    generator = torch.Generator().manual_seed(0)
+    outputs, inputs = packing.width + 20, 97
+    zeros = codes == "int4"
+    format = WeightFormat("trial", codes, "elements", 32, 1, zeros, scale_type="F16")
+    block = Block("trial", (outputs, inputs), range(outputs), range(inputs), outputs)
+    weight = Quantised(format, [block], inputs, dtype, torch.device("cpu"))
+    # No code of e4m3 is NaN without the highest bit of the exponent.
+    mask = 0xBF if codes == "e4m3" else 0xFF
+    for bytes_ in (weight.values, weight.zeros):
+        if bytes_ is not None:
+            bytes_.random_(256, generator=generator).bitwise_and_(mask)
+    weight.scales.uniform_(0.5, 1.5, generator=generator)
+    x = torch.randn(13, inputs, generator=generator).to(dtype)
+    expected = functional.linear(x.float(), weight.dequantised()).to(dtype)
+    panels = packing.pack_quantised(weight)
+    return all(
+        are_close(panels.multiply(x[:n], None), expected[:n], inputs) for n in range(1, len(x) + 1)
     )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from worker.model.weight_format import WeightFormat
+
 #: The result of a gated MLP's gate is activation(gate) * up. That of gpt_oss is
 #: (u + 1) * g * sigmoid(1.702 * g) with g = min(gate, 7) and u = min(max(up, -7), 7).
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh", "gpt_oss"]
@@ -188,6 +190,8 @@ class ModelSpec:
     logits_divisor: float = 1.0
     logits_softcap: float | None = None
     tensors: TensorNames = TensorNames()
+    #: format of the linear layers' weights in a quantised checkpoint
+    weight_format: WeightFormat | None = None
 
     @property
     def num_layers(self) -> int:

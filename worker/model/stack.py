@@ -35,6 +35,7 @@ from worker.model.mixture import Mixture
 from worker.model.mlp import Mlp
 from worker.model.panels import NativeLinear, Panels, panel_flags
 from worker.model.rope import RotaryTable
+from worker.model.weight_format import CodeType
 from worker.native import native
 
 _SOURCE = Path(__file__).with_name("stack.cpp")
@@ -250,33 +251,42 @@ class CompiledStack:
         return self._space
 
 
-def choose_stack(plain: LayerByLayer, head_dim: int) -> Stack:
+def choose_stack(plain: LayerByLayer, head_dim: int, codes: CodeType | None = None) -> Stack:
     """Return the compiled stack, or ``plain`` if stack.cpp lacks a feature or cannot be compiled.
 
-    The weights of ``plain`` must be packed, because only weights in panels are supported.
+    The weights of ``plain`` must be packed, because only weights in panels are supported. ``codes``
+    is the type of the codes of quantised weights, if there are any.
     """
     if not _has_supported_tables(plain) or not all(map(_is_supported, plain.layers)):
         return plain
     dtype = plain.norm.weight.dtype
     assert isinstance(plain.head.weight.form, Panels)
-    library = stack_library(head_dim, dtype, plain.head.weight.form.dtype)
+    library = stack_library(head_dim, dtype, plain.head.weight.form.dtype, codes)
     if library is None:
         return plain
     return CompiledStack(library, plain, compiled_kernel(head_dim, dtype))
 
 
 @cache
-def stack_library(head_dim: int, dtype: torch.dtype, weights: torch.dtype) -> ctypes.CDLL | None:
+def stack_library(
+    head_dim: int, dtype: torch.dtype, weights: torch.dtype, codes: CodeType | None = None
+) -> ctypes.CDLL | None:
     """Return the compiled stack.cpp, or None, with the cause logged, if it cannot be compiled."""
-    return native.compiled(_SOURCE, stack_flags(head_dim, dtype, weights))
+    return native.compiled(_SOURCE, stack_flags(head_dim, dtype, weights, codes))
 
 
-def stack_flags(head_dim: int, dtype: torch.dtype, weights: torch.dtype) -> tuple[str, ...]:
+def stack_flags(
+    head_dim: int, dtype: torch.dtype, weights: torch.dtype, codes: CodeType | None = None
+) -> tuple[str, ...]:
     """Return the library's compiler flags for a head dimension and types.
 
     ``dtype`` is the type of inputs and outputs.
     """
-    return *panel_flags(dtype, weights), f"-DHEAD_DIM={head_dim}", f"-DBLOCK_SIZE={BLOCK_SIZE}"
+    return (
+        *panel_flags(dtype, weights, codes),
+        f"-DHEAD_DIM={head_dim}",
+        f"-DBLOCK_SIZE={BLOCK_SIZE}",
+    )
 
 
 def _has_supported_tables(plain: LayerByLayer) -> bool:

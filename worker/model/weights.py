@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,12 +35,16 @@ from worker.model.gguf_weights import GgufStoredTensor, gguf_reading, read_gguf_
 from worker.model.hf_config import HfConfig
 from worker.model.layers import Piece
 from worker.model.sharing import Run
+from worker.model.spec import ModelSpec
+from worker.model.weight_format import SCALE_NAMES, WeightFormat
 
 log = logs.get_logger(__name__)
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 #: The same types by their names in config.json.
 _CONFIG_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
+#: Types of codes of quantised weights.
+_CODES = ("I32", "I8", "F8_E4M3")
 #: Tensors that a checkpoint may have beside the parameters: tables that the decoder computes
 #: itself.
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")
@@ -71,6 +76,8 @@ def load(
     redundant = _untie_if_stored_apart(decoder, {tensor.name: tensor for tensor in tensors})
     pieces = list(decoder.pieces())
     expected = _by_name(pieces)
+    if decoder.weight_format is not None:
+        tensors = _without_unread(decoder.weight_format, tensors, expected)
     names = [tensor.name for tensor in tensors if tensor.name != redundant]
     _check_names(directory, expected, [n for n in names if not n.startswith(decoder.unread)])
     _check_forms(expected, tensors)
@@ -83,7 +90,8 @@ def load(
 def stored_dtype(directory: str | Path, reads_weights: bool = True) -> torch.dtype | None:
     """Return the type of a checkpoint's matrices; None if they have several or an unsupported one.
 
-    Quantised matrices of a GGUF file count as float32, because they are read as float32.
+    Quantised matrices are left out. Those of a GGUF file count as float32, because they are read as
+    float32.
     If ``reads_weights`` is false, the files of the weights are not read, and the result is the type
     that config.json names, or None if it names none.
     Raises BadCheckpoint for malformed files, and UnsupportedModel for a malformed config.json.
@@ -91,8 +99,73 @@ def stored_dtype(directory: str | Path, reads_weights: bool = True) -> torch.dty
     if not reads_weights:
         config = HfConfig.read(Path(directory) / "config.json")
         return _CONFIG_DTYPES.get(config.get("dtype") or config.get("torch_dtype"))
-    dtypes = {tensor.dtype for tensor in _tensors(Path(directory)) if len(tensor.shape) > 1}
+    dtypes = {
+        tensor.dtype
+        for tensor in _tensors(Path(directory))
+        if len(tensor.shape) > 1 and tensor.name.endswith("weight") and tensor.dtype not in _CODES
+    }
     return _DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
+
+
+def with_stored_scales(
+    spec: ModelSpec, directory: str | Path, reads_weights: bool = True
+) -> ModelSpec:
+    """Return ``spec`` with the name and the type of the scales in a quantised checkpoint's files.
+
+    If ``reads_weights`` is false, or the checkpoint is not quantised, the result is ``spec``.
+    Raises BadCheckpoint for malformed files.
+    """
+    if spec.weight_format is None or not reads_weights:
+        return spec
+    scales = [tensor for tensor in _tensors(Path(directory)) if tensor.name.endswith(SCALE_NAMES)]
+    names = {tensor.name.rpartition(".")[2] for tensor in scales} or {spec.weight_format.scales}
+    if len(names) > 1:
+        raise BadCheckpoint(f"{directory} names its scales in several ways: {some(names)}")
+    types = {tensor.dtype for tensor in scales}
+    scale_type = types.pop() if len(types) == 1 and types <= _DTYPES.keys() else "F32"
+    format = replace(spec.weight_format, scales=names.pop(), scale_type=scale_type)
+    return replace(spec, weight_format=format)
+
+
+def _without_unread(
+    format: WeightFormat, tensors: Sequence[StoredTensor], expected: _PiecesByName
+) -> list[StoredTensor]:
+    """Return the tensors of a quantised checkpoint without those that the products do not need.
+
+    Raises BadCheckpoint if one of these says that the products need it.
+    """
+    needed = []
+    for tensor in tensors:
+        if tensor.name in expected or not format.ignores(tensor.name):
+            needed.append(tensor)
+        elif tensor.name.endswith("g_idx"):
+            _check_order(format, tensor)
+        elif tensor.name.endswith(".bias"):
+            _check_zero(tensor)
+    return needed
+
+
+def _check_order(format: WeightFormat, tensor: StoredTensor) -> None:
+    """Raise BadCheckpoint unless the groups of ``tensor``, one for each input, are consecutive."""
+    (size,) = tensor.shape
+    group = format.group or size
+    if not torch.equal(_whole(tensor, torch.int32), torch.arange(size, dtype=torch.int32) // group):
+        raise BadCheckpoint(
+            f"{tensor.name} orders the inputs by activation (desc_act, actorder group), which is "
+            "not supported: use a checkpoint that is quantised without it"
+        )
+
+
+def _check_zero(tensor: StoredTensor) -> None:
+    if tensor.dtype not in _DTYPES or _whole(tensor, _DTYPES[tensor.dtype]).any():
+        raise BadCheckpoint(f"{tensor.name} is not zero, but the model has no such bias")
+
+
+def _whole(tensor: StoredTensor, dtype: torch.dtype) -> Tensor:
+    whole = torch.empty(tensor.shape, dtype=dtype)
+    with tensor.path.open("rb", buffering=0) as file:
+        _reading(file.fileno(), tensor)([Run(0, whole.numel())], whole.flatten())
+    return whole
 
 
 def _untie_if_stored_apart(decoder: Decoder, stored: Mapping[str, StoredTensor]) -> str | None:
@@ -166,21 +239,27 @@ def _check_names(directory: str | Path, expected: _PiecesByName, found: Sequence
 def _check_forms(expected: _PiecesByName, tensors: Iterable[StoredTensor]) -> None:
     for tensor in tensors:
         for piece in expected.get(tensor.name, ()):
-            if tensor.shape != piece.shape:
+            if _without_ones(tensor.shape) != _without_ones(piece.shape):
                 raise BadCheckpoint(
                     f"{piece.name} has shape {tensor.shape}; "
                     f"the configuration requires {piece.shape}"
                 )
-            if tensor.dtype not in _DTYPES:
+            supported = _DTYPES if piece.writer is None else piece.writer.stored
+            if tensor.dtype not in supported:
                 raise BadCheckpoint(
-                    f"{piece.name} is {tensor.dtype}; supported: {', '.join(_DTYPES)}"
+                    f"{piece.name} is {tensor.dtype}; supported: {', '.join(supported)}"
                 )
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
 
 
 def _fill(parts: Iterable[_Part], filler: Filler, num_readers: int) -> None:
     def fill(part: _Part) -> None:
         with part.tensor.path.open("rb", buffering=0) as file:
-            dtype = _DTYPES[part.tensor.dtype]
+            writer = part.piece.writer
+            dtype = _DTYPES[part.tensor.dtype] if writer is None else writer.dtype
             filler.fill(part.piece, dtype, _reading(file.fileno(), part.tensor))
 
     with ThreadPoolExecutor(num_readers, "weights") as readers:

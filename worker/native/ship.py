@@ -1,8 +1,9 @@
 """``python -m worker.native.ship``: compile the libraries that an image ships, for all LEVELS.
 
 For each head dimension of HEAD_DIMS, the libraries include an attention kernel and compiled
-decoders, in fp32 and, for the level with BF16 instructions, also in bf16. A model with another head
-dimension needs a compiler on the machine where it runs, or uses slower code.
+decoders, in fp32 and, for the level with BF16 instructions, also in bf16. Those for quantised
+checkpoints are included for QUANTISED_HEAD_DIMS only. A model with another head dimension needs a
+compiler on the machine where it runs, or uses slower code.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import torch
 from worker.attention.cpu import kernel_flags
 from worker.model.panels import panel_flags
 from worker.model.stack import stack_flags
+from worker.model.weight_format import CODE_TYPES
 from worker.native import native
 
 #: Head dimensions of the published models of the supported families and of the demo model.
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
+#: Head dimensions of the models that are published in quantised formats most often.
+QUANTISED_HEAD_DIMS = (64, 128)
 _WEIGHTS_OF = {
     torch.float32: (torch.float32, torch.bfloat16, torch.int8),
     torch.bfloat16: (torch.bfloat16,),
@@ -42,6 +46,12 @@ def libraries(level: native.Level) -> Iterator[tuple[Path, tuple[str, ...]]]:
             yield _WORKER / "model" / "panels.cpp", panel_flags(dtype, weights)
             for head_dim in HEAD_DIMS:
                 yield _WORKER / "model" / "stack.cpp", stack_flags(head_dim, dtype, weights)
+        for weights in {dtype, torch.bfloat16}:
+            for codes in CODE_TYPES:
+                yield _WORKER / "model" / "panels.cpp", panel_flags(dtype, weights, codes)
+                for head_dim in QUANTISED_HEAD_DIMS:
+                    flags = stack_flags(head_dim, dtype, weights, codes)
+                    yield _WORKER / "model" / "stack.cpp", flags
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ from worker.model.precompile import choose_packing, describe_kernels, precompile
 from worker.model.sharing import local_kv_heads
 from worker.model.spec import ModelSpec, UnsupportedArchitecture, UnsupportedModel
 from worker.model.stack import choose_stack
+from worker.model.weight_format import WeightFormat
 from worker.native import native
 from worker.parallel.group import Group
 from worker.runner.assembly import Assembly, LoadedModel
@@ -132,6 +133,11 @@ def spec_of(config: WorkerConfig, directory: Path) -> ModelSpec | None:
             f"quantization {config.quantization} is not supported for mixtures of experts: "
             "set quantization to none"
         )
+    if spec.weight_format is not None and config.quantization != "none":
+        raise UnsupportedModel(
+            f"quantization {config.quantization} is not supported for a checkpoint that is "
+            f"quantised ({spec.weight_format.title}): set quantization to none"
+        )
     return spec
 
 
@@ -154,9 +160,14 @@ def _load(config: WorkerConfig, directory: Path, place: Placement) -> LoadedMode
     max_model_len = _max_model_len(config, spec.max_position)
     if (num_blocks := configured_blocks(config, kv_shape, place)) is not None:
         max_model_len = min(max_model_len, num_blocks * BLOCK_SIZE)
+    codes = None
+    if spec.weight_format is not None:
+        check_device(spec.weight_format, place.device)
+        codes = spec.weight_format.codes
+    spec = weights.with_stored_scales(spec, directory, config.reads_weights)
     stored = weights_dtype(config, directory, place.dtype, place.device)
     packed = quantised_dtype(config, place.dtype, place.device) or stored
-    precompile(spec.head_dim, place.dtype, packed, place.device)
+    precompile(spec.head_dim, place.dtype, packed, place.device, codes)
     pointwise = choose_pointwise(place.dtype, place.device)
     place = replace(place, weights=stored, pointwise=pointwise)
     decoder = Decoder(spec, max_model_len, place)
@@ -164,6 +175,14 @@ def _load(config: WorkerConfig, directory: Path, place: Placement) -> LoadedMode
     if place.device.type == "cpu":
         optimize_for_cpu(decoder, spec, place.dtype, packed)
     return LoadedModel(decoder, spec.vocab_size, max_model_len, kv_shape, parameter_bytes)
+
+
+def check_device(format: WeightFormat, device: torch.device) -> None:
+    """Raise UnsupportedModel if ``device`` cannot multiply weights of ``format``."""
+    if device.type != "cpu":
+        raise UnsupportedModel(
+            f"{format.title} weights are not supported on {device.type}; supported: cpu"
+        )
 
 
 def weights_dtype(
@@ -208,12 +227,13 @@ def optimize_for_cpu(
     cannot be loaded again afterwards. ``dtype`` is the type of inputs and outputs.
     """
     packed = packed or decoder.layer_by_layer.head.weight.dtype
-    decoder.pack(choose_packing(dtype, packed))
-    decoder.stack = choose_stack(decoder.layer_by_layer, spec.head_dim)
+    codes = None if spec.weight_format is None else spec.weight_format.codes
+    decoder.pack(choose_packing(dtype, packed, codes))
+    decoder.stack = choose_stack(decoder.layer_by_layer, spec.head_dim, codes)
     log.info(
         "layers",
         stack=type(decoder.stack).__name__,
-        kernels=describe_kernels(dtype, packed, torch.get_num_threads()),
+        kernels=describe_kernels(dtype, packed, torch.get_num_threads(), codes),
     )
 
 

@@ -135,7 +135,7 @@ class SteppedDecoder(SteppedModel):
     ) -> None:
         pointwise = choose_pointwise(dtype, CPU)
         place = Placement(group or Group.single(), dtype, CPU, pointwise, weights_dtype)
-        spec = read_spec(directory)
+        spec = weights.with_stored_scales(read_spec(directory), directory)
         decoder = Decoder(spec, max_model_len, place)
         weights.load(decoder, directory)
         optimize_for_cpu(decoder, spec, dtype, packed)

@@ -24,6 +24,7 @@ class Pieces(Decoder):
         self._pieces = pieces
         self.unread = ()
         self.tied = None
+        self.weight_format = None
 
     def pieces(self) -> Iterator[Piece]:
         yield from self._pieces

@@ -133,7 +133,7 @@ QWEN_MOE = {"architectures": ["Qwen2MoeForCausalLM"]}
         ({"rope_scaling": "none"}, ["rope_scaling", "none"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
         ({"hidden_act": "relu"}, ["hidden_act", "relu", "silu"]),
-        ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        ({"quantization_config": {"bits": 4}}, ["method None", "fp8, compressed-tensors, awq"]),
         ({"attention_bias": 1}, ["attention_bias", "true or false"]),
         ({"hidden_size": None}, ["hidden_size"]),
         ({"vocab_size": "many"}, ["vocab_size", "many"]),

@@ -20,6 +20,7 @@ from worker.model.matrix import Form, Matrix, Packing, are_close
 from worker.model.onednn import OneDnn, OneDnnPacking, padded_rows
 from worker.model.panels import PanelPacking, Panels, pays, quantised, working_panels
 from worker.model.precompile import choose_packing
+from worker.model.quantised import Quantised
 from worker.model.spec import ModelSpec
 from worker.native import native
 from worker.parallel.group import Group
@@ -257,6 +258,9 @@ class Counted:
         form = self._packing.pack(weight)
         self.num_packed += form is not None
         return form
+
+    def pack_quantised(self, weight: Quantised) -> Form | None:
+        return self._packing.pack_quantised(weight)
 
     def of_experts(self) -> Packing:
         return self

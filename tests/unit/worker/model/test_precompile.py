@@ -35,7 +35,7 @@ def test_precompile_builds_all_libraries_of_decoder(
     choose_argmax(CPU)
     if pays(dtype, weights):
         panel_packing(dtype, weights)
-        stack_library(64, dtype, weights)
+        stack_library(64, dtype, weights, None)
 
 
 def test_precompile_builds_nothing_for_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

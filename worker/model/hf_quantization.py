@@ -1,0 +1,159 @@
+"""Reading of a quantised checkpoint's format from its config.json. Does not import torch."""
+
+from __future__ import annotations
+
+from worker.model.hf_config import HfConfig
+from worker.model.spec import UnsupportedModel
+from worker.model.weight_format import Arrangement, CodeType, WeightFormat
+
+
+def read_format(config: HfConfig) -> WeightFormat | None:
+    """Return the format of a model's quantised weights, or None if they are not quantised.
+
+    Raises UnsupportedModel, with the name of the format, if it is not supported.
+    """
+    section = config.section("quantization_config") or config.section("compression_config")
+    if not section:
+        return None
+    readers = {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq}
+    method = section.get("quant_method")
+    if method not in readers:
+        raise UnsupportedModel(
+            f"quantization method {method!r} is not supported; supported: {', '.join(readers)}"
+        )
+    return readers[method](section)
+
+
+def _fp8(section: HfConfig) -> WeightFormat:
+    section.refuse_unless("fmt", "e4m3")
+    excluded = [
+        *(section.strings("modules_to_not_convert") or ()),
+        *(section.strings("ignored_layers") or ()),
+    ]
+    block = section.get("weight_block_size")
+    outputs, group = (None, None) if block is None else _block(section, "weight_block_size")
+    return WeightFormat("fp8", "e4m3", "elements", group, outputs, excluded=tuple(excluded))
+
+
+def _block(section: HfConfig, key: str) -> tuple[int, int]:
+    outputs, inputs = map(int, section.numbers(key, 2))
+    if outputs < 1 or inputs < 1:
+        raise UnsupportedModel(f"{key} {[outputs, inputs]} must be two positive integers")
+    return outputs, inputs
+
+
+def _compressed(section: HfConfig) -> WeightFormat:
+    layout = section.get("format")
+    codes: dict[tuple[object, object, object], tuple[CodeType, Arrangement]] = {
+        ("float-quantized", 8, "float"): ("e4m3", "elements"),
+        ("naive-quantized", 8, "float"): ("e4m3", "elements"),
+        ("int-quantized", 8, "int"): ("int8", "elements"),
+        ("naive-quantized", 8, "int"): ("int8", "elements"),
+        ("pack-quantized", 8, "int"): ("int8", "words"),
+        ("pack-quantized", 4, "int"): ("int4", "words"),
+    }
+    weights = _weights_of_groups(section)
+    kind = layout, weights.get("num_bits"), weights.get("type", "int")
+    if kind not in codes:
+        raise UnsupportedModel(
+            f"compressed-tensors format {layout!r} with weights of {kind[1]} bits and type "
+            f"{kind[2]!r} is not supported; supported: "
+            + ", ".join(sorted({f"{name} ({bits} bits, {type_})" for name, bits, type_ in codes}))
+        )
+    if section.section("sparsity_config").get("format", "dense") != "dense":
+        raise UnsupportedModel("compressed-tensors with a sparsity_config is not supported")
+    weights.refuse_unless("actorder", "static", "weight")
+    code_type, arrangement = codes[kind]
+    outputs, group = _granularity(weights)
+    has_zeros = weights.get("symmetric", True) is False
+    if has_zeros and (code_type != "int4" or outputs != 1):
+        raise UnsupportedModel(
+            f"compressed-tensors {code_type} weights with zero points and strategy "
+            f"{weights.get('strategy')!r} are not supported: only int4 weights with strategy "
+            "channel or group may have zero points"
+        )
+    excluded = section.strings("ignore") or ()
+    return WeightFormat(
+        "compressed-tensors", code_type, arrangement, group, outputs, has_zeros, 0, excluded
+    )
+
+
+def _weights_of_groups(section: HfConfig) -> HfConfig:
+    """Return how the weights of all ``config_groups`` are quantised, which must be alike."""
+    groups = section.section("config_groups")
+    found = [groups.section(name) for name in groups]
+    forms = [group.get("weights") for group in found]
+    if not forms or any(form != forms[0] for form in forms):
+        raise UnsupportedModel(
+            f"compressed-tensors with {len(forms)} config_groups of different weights is not "
+            "supported: all quantised layers must have one format"
+        )
+    for group in found:
+        targets = group.strings("targets")
+        if targets is not None and "Linear" not in targets:
+            raise UnsupportedModel(
+                f"compressed-tensors targets {list(targets)} are not supported; supported: Linear"
+            )
+    return found[0].section("weights")
+
+
+def _granularity(weights: HfConfig) -> tuple[int | None, int | None]:
+    """Return the number of outputs and of inputs that share a scale; None stands for all."""
+    strategy = weights.get("strategy")
+    if strategy == "tensor":
+        return None, None
+    if strategy == "channel":
+        return 1, None
+    if strategy == "group":
+        return 1, weights.positive("group_size")
+    if strategy == "block":
+        return _block(weights, "block_structure")
+    raise UnsupportedModel(
+        f"compressed-tensors strategy {strategy!r} is not supported; "
+        "supported: tensor, channel, group, block"
+    )
+
+
+def _awq(section: HfConfig) -> WeightFormat:
+    _refuse_unless_one_of(section, "awq", "bits", (4,))
+    version = str(section.get("version", "gemm")).lower()
+    if version != "gemm":
+        raise UnsupportedModel(f"awq version {version!r} is not supported; supported: gemm")
+    excluded = section.strings("modules_to_not_convert") or ()
+    if section.get("zero_point", True) is not True:
+        raise UnsupportedModel("awq without zero points (zero_point: false) is not supported")
+    group = _group_size(section)
+    return WeightFormat("awq", "int4", "awq", group, 1, True, 0, excluded, "scales")
+
+
+def _gptq(section: HfConfig) -> WeightFormat:
+    _refuse_unless_one_of(section, "gptq", "bits", (4, 8))
+    has_zeros = section.get("sym", True) is False
+    if has_zeros and section.get("bits") == 8:
+        raise UnsupportedModel("gptq int8 weights with zero points (sym: false) are not supported")
+    checkpoint = section.get("checkpoint_format", "gptq")
+    if checkpoint not in ("gptq", "gptq_v2"):
+        raise UnsupportedModel(
+            f"gptq checkpoint_format {checkpoint!r} is not supported; supported: gptq, gptq_v2"
+        )
+    for key in ("dynamic", "lm_head"):
+        if section.get(key):
+            raise UnsupportedModel(f"gptq with {key} is not supported")
+    codes: CodeType = "int4" if section.get("bits") == 4 else "int8"
+    offset = 1 if checkpoint == "gptq" else 0
+    group = _group_size(section)
+    return WeightFormat("gptq", codes, "gptq", group, 1, has_zeros, offset, (), "scales")
+
+
+def _group_size(section: HfConfig) -> int | None:
+    return None if section.get("group_size") == -1 else section.positive("group_size")
+
+
+def _refuse_unless_one_of(
+    section: HfConfig, method: str, key: str, supported: tuple[int, ...]
+) -> None:
+    if section.get(key) not in supported:
+        raise UnsupportedModel(
+            f"{method} with {key} {section.get(key)} is not supported; "
+            f"supported: {', '.join(map(str, supported))}"
+        )
