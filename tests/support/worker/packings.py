@@ -8,14 +8,17 @@ import pytest
 import torch
 
 from worker.model.panels import PanelPacking, panel_packing, pays
+from worker.model.weight_format import CodeType
 
 
-def panels_or_skip(dtype: torch.dtype, weights: torch.dtype) -> PanelPacking:
+def panels_or_skip(
+    dtype: torch.dtype, weights: torch.dtype, codes: CodeType | None = None
+) -> PanelPacking:
     """Skips where it cannot be: where it could, it has to be."""
-    if not pays(dtype, weights):
+    if not pays(dtype, weights, codes):
         pytest.skip("a CPU for which these panels are not meant")
     if not any(map(shutil.which, ("g++", "c++", "clang++"))):
         pytest.skip("no C++ compiler here")
-    packing = panel_packing(dtype, weights)
+    packing = panel_packing(dtype, weights, codes)
     assert packing is not None
     return packing

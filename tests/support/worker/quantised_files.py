@@ -170,7 +170,7 @@ def gptq(
     return quantise
 
 
-def _compressed(layout: str, **weights: Any) -> dict[str, Any]:
+def compressed_config(layout: str, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"type": "int", "symmetric": True} | weights}
     return {
         "quant_method": "compressed-tensors",
@@ -187,27 +187,30 @@ _GPTQ = {"quant_method": "gptq", "desc_act": False}
 FORMATS = {
     "fp8, tensor": Format(_FP8, fp8(None)),
     "fp8, channel": Format(
-        _compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
+        compressed_config("float-quantized", num_bits=8, type="float", strategy="channel"),
         channels(torch.float8_e4m3fn, 448),
     ),
     "fp8, block": Format(_FP8 | {"weight_block_size": [20, 20]}, fp8(20, "weight_scale_inv")),
     "int8, channel": Format(
-        _compressed("int-quantized", num_bits=8, strategy="channel"), channels(torch.int8, 127)
+        compressed_config("int-quantized", num_bits=8, strategy="channel"),
+        channels(torch.int8, 127),
     ),
     "packed int8, group": Format(
-        _compressed("pack-quantized", num_bits=8, strategy="group", group_size=32),
+        compressed_config("pack-quantized", num_bits=8, strategy="group", group_size=32),
         compressed(8, 32),
     ),
     "packed int4, group": Format(
-        _compressed("pack-quantized", num_bits=4, strategy="group", group_size=32),
+        compressed_config("pack-quantized", num_bits=4, strategy="group", group_size=32),
         compressed(4, 32),
     ),
     "packed int4, zeros": Format(
-        _compressed("pack-quantized", num_bits=4, strategy="group", group_size=20, symmetric=False),
+        compressed_config(
+            "pack-quantized", num_bits=4, strategy="group", group_size=20, symmetric=False
+        ),
         compressed(4, 20, asymmetric=True),
     ),
     "packed int4, channel": Format(
-        _compressed("pack-quantized", num_bits=4, strategy="channel"), compressed(4, None)
+        compressed_config("pack-quantized", num_bits=4, strategy="channel"), compressed(4, None)
     ),
     "awq": Format(_AWQ | {"group_size": 32, "modules_to_not_convert": ["gate"]}, awq(32)),
     "gptq": Format(_GPTQ | {"bits": 4, "group_size": 32, "sym": True}, gptq(4, 32)),

@@ -6,16 +6,37 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional
 
 from tests.support.worker.decoder_steps import Step, SteppedDecoder
 from tests.support.worker.families import all_logits, load_family
 from tests.support.worker.llama_support import SIZES, save_llama
-from tests.support.worker.quantised_files import FORMATS, save_quantised
+from tests.support.worker.packings import panels_or_skip
+from tests.support.worker.quantised_files import (
+    FORMATS,
+    Format,
+    compressed_config,
+    save_quantised,
+)
+from worker.model.checkpoint import BadCheckpoint
+from worker.model.decoder import Decoder
+from worker.model.families import read_spec
+from worker.model.hf_config import HfConfig
+from worker.model.hf_quantization import read_format
+from worker.model.layers import Placement
+from worker.model.matrix import Matrix, are_close
+from worker.model.onednn import OneDnnPacking
+from worker.model.quantised import Block, Quantised
+from worker.model.spec import UnsupportedModel
 from worker.model.stack import CompiledStack
+from worker.model.weight_format import CodeType, WeightFormat
+from worker.model.weights import with_stored_scales
 from worker.parallel.group import Group
 
 LENGTHS = (40, 9, 23)
@@ -106,3 +127,124 @@ class ThreadRank(Group):
     def gather_to_first(self, shard: Tensor) -> Tensor | None:
         parts = self._meeting.exchange(self.rank, shard)
         return torch.cat(parts, dim=-1) if self.rank == 0 else None
+
+
+def weight_of(codes: CodeType, group: int | None, scaled: int | None, zeros: bool) -> Quantised:
+    """Return a random weight, of which no size is a multiple of a word, a group or a panel."""
+    outputs, inputs = 150, range(5, 139)
+    form = WeightFormat("test", codes, "elements", group, scaled, zeros, scale_type="F16")
+    block = Block("layer", (outputs, 200), range(outputs), inputs, outputs)
+    weight = Quantised(form, [block], 140, torch.float32, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(7)
+    for part in (weight.values, weight.zeros):
+        if part is not None:
+            part.random_(256, generator=generator).bitwise_and_(0xBF)
+    weight.scales.uniform_(0.5, 1.5, generator=generator)
+    return weight
+
+
+@pytest.mark.parametrize(
+    ("codes", "group", "scaled", "zeros"),
+    [
+        ("int8", None, 1, False),
+        ("e4m3", 20, 20, False),
+        ("e4m3", None, None, False),
+        ("int4", 32, 1, False),
+        ("int4", 20, 1, True),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantised_panels_are_correct_and_batch_invariant(
+    codes: CodeType, group: int | None, scaled: int | None, zeros: bool, dtype: torch.dtype
+) -> None:
+    packing = panels_or_skip(dtype, torch.bfloat16, codes)
+    weight = weight_of(codes, group, scaled, zeros)
+    generator = torch.Generator().manual_seed(8)
+    x = torch.randn(97, 140, generator=generator).to(dtype)
+    bias = torch.randn(150, generator=generator).to(dtype)
+    dequantised = weight.dequantised()
+    assert not dequantised[:, 134:].any() and dequantised[:, :134].any(dim=0).all()
+    expected = functional.linear(x.float(), dequantised, bias.float()).to(dtype)
+    packed = packing.pack_quantised(weight)
+    whole = packed.multiply(x, bias)
+    assert are_close(whole, expected, 140)
+    for count in (1, 2, 3, 4, 5, 6, 7, 13, 96):
+        assert torch.equal(packed.multiply(x[:count], bias), whole[:count])
+
+
+def test_quantised_weight_is_dequantised_without_compiler() -> None:
+    matrix = Matrix(weight_of("int4", 20, 1, zeros=True))
+    dequantised = matrix.quantised.dequantised() if matrix.quantised else torch.empty(0)
+    matrix.pack(OneDnnPacking())
+    x = torch.randn(3, 140, generator=torch.Generator().manual_seed(9))
+    assert are_close(matrix.multiply(x), functional.linear(x, dequantised), 140)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"quant_method": "bitsandbytes"}, ["bitsandbytes", "supported: fp8, compressed-tensors"]),
+        ({"quant_method": "mxfp4"}, ["mxfp4", "supported: fp8"]),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, ["fmt 'e5m2'", "e4m3"]),
+        ({"quant_method": "awq", "bits": 8}, ["awq with bits 8", "supported: 4"]),
+        ({"quant_method": "awq", "bits": 4, "version": "marlin"}, ["awq version 'marlin'"]),
+        ({"quant_method": "awq", "bits": 4, "zero_point": False}, ["awq without zero points"]),
+        ({"quant_method": "gptq", "bits": 3}, ["gptq with bits 3", "supported: 4, 8"]),
+        ({"quant_method": "gptq", "bits": 8, "sym": False}, ["gptq int8", "zero points"]),
+        ({"quant_method": "gptq", "bits": 4, "lm_head": True}, ["gptq with lm_head"]),
+        (
+            {"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {}},
+            ["0 config_groups"],
+        ),
+        (
+            compressed_config("nvfp4-pack-quantized", num_bits=4, type="float"),
+            ["'nvfp4-pack-quantized'", "4 bits", "supported: float-quantized (8 bits, float)"],
+        ),
+        (
+            compressed_config("int-quantized", num_bits=8, strategy="channel", symmetric=False),
+            ["int8", "zero points", "only int4"],
+        ),
+        (
+            compressed_config("pack-quantized", num_bits=4, strategy="group", actorder="group"),
+            ["actorder 'group'"],
+        ),
+        (
+            compressed_config("float-quantized", num_bits=8, type="float", strategy="token"),
+            ["strategy 'token'", "tensor, channel, group, block"],
+        ),
+    ],
+)
+def test_read_format_names_unsupported_format(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UnsupportedModel) as refused:
+        read_format(HfConfig({"quantization_config": changes}, "config.json"))
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.parametrize("tensor", ["g_idx", "bias"])
+def test_load_rejects_gptq_tensor_that_products_need(tensor: str, tmp_path: Path) -> None:
+    plain = save_llama(tmp_path / "plain", intermediate_size=104, num_hidden_layers=1)
+    directory = save_quantised(plain, tmp_path / "quantised", FORMATS["gptq"])
+    stored = load_file(directory / "model.safetensors")
+    name = f"model.layers.0.mlp.up_proj.{tensor}"
+    stored[name] = stored[name].roll(1) if tensor == "g_idx" else stored[name] + 1
+    save_file(stored, directory / "model.safetensors")
+    with pytest.raises(BadCheckpoint, match=name):
+        SteppedDecoder(directory, 64)
+
+
+def test_layers_of_one_product_are_quantised_together(tmp_path: Path) -> None:
+    plain = save_llama(tmp_path / "plain", intermediate_size=104, num_hidden_layers=1)
+    form = FORMATS["awq"]
+    config = form.config | {"modules_to_not_convert": ["q_proj"]}
+    directory = save_quantised(plain, tmp_path / "quantised", Format(config, form.quantise))
+    with pytest.raises(UnsupportedModel, match=r"q_proj.*k_proj.*must be quantised together"):
+        SteppedDecoder(directory, 64)
+
+
+def test_memory_of_quantised_weight_is_that_of_stored_tensors(files: list[Path]) -> None:
+    spec = with_stored_scales(read_spec(files[1]), files[1])
+    decoder = Decoder(spec, 64, Placement(Group.single(), torch.float32, torch.device("cpu")))
+    held = sum(piece.into.nbytes for piece in decoder.pieces())
+    stored = sum(tensor.nbytes for tensor in load_file(files[1] / "model.safetensors").values())
+    # Groups begin with a new word, and outputs are padded, so that small weights take more.
+    assert held <= 1.35 * stored
