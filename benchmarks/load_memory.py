@@ -3,10 +3,10 @@
     python benchmarks/load_memory.py [--repeats 5] [--out build/bench/load.json]
 
 Each load runs in a new process with one thread, and the files are in the page cache. Memory is the
-growth of resident memory since before the model was made, including pages of mapped files. The
-weights are packed as a rank packs them; ``seconds`` includes ``pack_seconds``. ``ratios`` compare
-the memory with the bytes of the parameters, and the seconds with the time to read the same part of
-the files.
+growth of resident memory since before the model was made, including pages of mapped files.
+Quantised checkpoints keep their codes. The weights are packed as a rank packs them; ``seconds``
+includes ``pack_seconds``. ``ratios`` compare the memory with the bytes of the parameters, and the
+seconds with the time to read the same part of the files.
 """
 
 from __future__ import annotations
@@ -45,13 +45,15 @@ SHAPE: dict[str, Any] = {
 }
 SHARD_SIZE = "60MB"
 STORED = {"fp32": torch.float32, "bf16": torch.bfloat16}
+#: Formats of quantised checkpoints, by their names in tests.
+QUANTISED = {"int4": "packed int4, group", "fp8": "fp8, channel", "awq": "awq"}
 HELD = torch.bfloat16
 #: rank and ranks
 PLACES = ((0, 1), (0, 2), (1, 2))
 _CHUNK = 16 << 20
 
 
-def save(directory: Path, dtype: torch.dtype) -> dict[str, int]:
+def save(directory: Path, dtype: torch.dtype, shard_size: str = SHARD_SIZE) -> dict[str, int]:
     """Write a random checkpoint; return its number of files and bytes."""
     # Imported here, because the measured processes do not need it.
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -60,9 +62,19 @@ def save(directory: Path, dtype: torch.dtype) -> dict[str, int]:
     logging.disable_progress_bar()
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SHAPE)).to(dtype)
-    model.save_pretrained(directory, max_shard_size=SHARD_SIZE)
+    model.save_pretrained(directory, max_shard_size=shard_size)
     files = list(directory.glob("*.safetensors"))
     return {"files": len(files), "bytes": sum(file.stat().st_size for file in files)}
+
+
+def save_in_format(directory: Path, name: str) -> dict[str, int]:
+    """Write a random checkpoint in the format ``name``; return its number of files and bytes."""
+    from tests.support.worker.quantised_files import FORMATS, save_quantised
+
+    plain = directory.with_name(f"{directory.name}-plain")
+    save(plain, torch.bfloat16, shard_size="5GB")
+    save_quantised(plain, directory, FORMATS[name])
+    return {"files": 1, "bytes": (directory / "model.safetensors").stat().st_size}
 
 
 def resident(field: str) -> int:
@@ -76,9 +88,10 @@ def load(directory: Path, rank: int, ranks: int) -> dict[str, float]:
 
     The process must not have loaded a model before, because the peak memory is that of its life.
     """
-    spec = read_spec(directory)
+    spec = weights.with_stored_scales(read_spec(directory), directory)
+    codes = None if spec.weight_format is None else spec.weight_format.codes
     place = Placement(Rank(rank, ranks), HELD, torch.device("cpu"))
-    packing = choose_packing(HELD, HELD)
+    packing = choose_packing(HELD, HELD, codes)
     baseline = resident("VmRSS")
     decoder = Decoder(spec, 64, place)
     start = time.perf_counter()
@@ -154,8 +167,9 @@ def main() -> None:
         print(json.dumps(load(Path(directory), int(rank), int(ranks))))
         return
     with TemporaryDirectory() as scratch:
-        directories = {name: Path(scratch, name) for name in STORED}
+        directories = {name: Path(scratch, name) for name in (*STORED, *QUANTISED)}
         sizes = {name: save(directories[name], dtype) for name, dtype in STORED.items()}
+        sizes |= {n: save_in_format(directories[n], form) for n, form in QUANTISED.items()}
         raw = measure(directories, options.repeats)
     report.write(
         options.out,
