@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+#: Routers of mixtures of experts, which are not quantised.
+GATES = ("mlp.gate", "shared_expert_gate")
 #: tensors by the end of their name, and the weight [outputs, inputs] that they stand for
 Stored = tuple[dict[str, Tensor], Tensor]
 
@@ -34,7 +36,7 @@ def save_quantised(plain: Path, directory: Path, format: Format) -> Path:
     for name, tensor in load_file(plain / "model.safetensors").items():
         kept[name] = stored[name] = tensor
         layer = name.removesuffix(".weight")
-        if tensor.dim() == 2 and ".layers." in name and not layer.endswith("mlp.gate"):
+        if tensor.dim() == 2 and ".layers." in name and not layer.endswith(GATES):
             parts, kept[name] = format.quantise(tensor.float())
             del stored[name]
             stored |= {f"{layer}.{end}": part.contiguous() for end, part in parts.items()}
@@ -175,12 +177,17 @@ def compressed_config(layout: str, **weights: Any) -> dict[str, Any]:
     return {
         "quant_method": "compressed-tensors",
         "format": layout,
-        "ignore": ["lm_head", r"re:.*mlp\.gate$"],
+        "ignore": ["lm_head", r"re:.*(mlp|expert)[._]gate$"],
         "config_groups": {"group_0": group},
     }
 
 
-_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": ["gate"]}
+_GATE_NAMES = ["gate", "shared_expert_gate"]
+_FP8 = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "modules_to_not_convert": _GATE_NAMES,
+}
 _AWQ = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"}
 _GPTQ = {"quant_method": "gptq", "desc_act": False}
 #: Formats by a name for tests. No group or block divides all sizes of the models.
@@ -212,7 +219,7 @@ FORMATS = {
     "packed int4, channel": Format(
         compressed_config("pack-quantized", num_bits=4, strategy="channel"), compressed(4, None)
     ),
-    "awq": Format(_AWQ | {"group_size": 32, "modules_to_not_convert": ["gate"]}, awq(32)),
+    "awq": Format(_AWQ | {"group_size": 32, "modules_to_not_convert": _GATE_NAMES}, awq(32)),
     "gptq": Format(_GPTQ | {"bits": 4, "group_size": 32, "sym": True}, gptq(4, 32)),
     "gptq, zeros": Format(
         _GPTQ | {"bits": 4, "group_size": 16, "sym": False}, gptq(4, 16, asymmetric=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,7 +16,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.support.worker.decoder_steps import Step, SteppedDecoder
-from tests.support.worker.families import all_logits, load_family
+from tests.support.worker.families import (
+    CHECKPOINTS,
+    Checkpoint,
+    all_logits,
+    load_family,
+    save_family,
+)
 from tests.support.worker.llama_support import SIZES, save_llama
 from tests.support.worker.packings import panels_or_skip
 from tests.support.worker.quantised_files import (
@@ -91,6 +98,25 @@ def test_quantised_ranks_match_dequantised(
             range(size),
         )
         check(next(logits), expected)
+
+
+#: Fused layers, and experts of a layer with a shared one; the head dimension is that of ``files``.
+FAMILIES = {
+    "fp8, block": Checkpoint("phi3", 6, 2, 12),
+    "packed int4, zeros": replace(
+        CHECKPOINTS["qwen2_moe, a dense layer"], heads=6, kv_heads=2, head_dim=12
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FAMILIES)
+def test_quantised_family_logits_match_dequantised(form: str, tmp_path: Path) -> None:
+    plain = save_family(tmp_path / "plain", FAMILIES[form])
+    directory = save_quantised(plain, tmp_path / "quantised", FORMATS[form])
+    model = load_family(plain)
+    decoder = SteppedDecoder(directory, 64)
+    assert isinstance(decoder.decoder.stack, CompiledStack)
+    check(decoder.logits(sequences(), STEPS[3]), [all_logits(model, s) for s in sequences()])
 
 
 def check(logits: list[Tensor] | None, expected: list[Tensor]) -> None:

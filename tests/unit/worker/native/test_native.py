@@ -160,6 +160,8 @@ def test_native_ships_libraries_of_demo_model() -> None:
             is_shipped = has_bfloat16 or dtype == fp32
             assert (("stack.cpp", stack_flags(dims, dtype, weights)) in flags) == is_shipped
             assert (("panels.cpp", panel_flags(dtype, weights)) in flags) == is_shipped
+            quantised = stack_flags(128, dtype, weights, "int4")
+            assert (("stack.cpp", quantised) in flags) == is_shipped
 
 
 def test_native_level_variable_limits_features(monkeypatch: pytest.MonkeyPatch) -> None:
