@@ -98,23 +98,12 @@ inline float sum(const Stored* x, size number) {
 
 #if defined(__AVX512BF16__) && defined(BFLOAT16)
 
-// Number of products with a table for each code: the values of an 8-bit integer are those of its lower 4 bits
-// plus those of its upper 4 bits.
-#if defined(QUANTISED_INT8)
-constexpr int TERMS = 2;
-#else
-constexpr int TERMS = 1;
-#endif
-
-// Table of 16 bfloat16 values, twice, because an index has 5 bits.
+// Table of the 16 values of a 4-bit integer as bfloat16, twice, because an index has 5 bits.
 struct Table {
   alignas(64) std::uint16_t values[32] = {};
 
-  constexpr Table(int first, int last, int factor) {
-    for (int i = 0; i < 32; ++i) {
-      const int code = i % 16, value = (code <= last ? code : code - 16) * factor;
-      values[i] = bits(value < first ? first : value);
-    }
+  constexpr Table() {
+    for (int i = 0; i < 32; ++i) values[i] = bits(i % 16 < 8 ? i % 16 : i % 16 - 16);
   }
 
   // Bits of a small integer as bfloat16.
@@ -126,14 +115,18 @@ struct Table {
   }
 };
 
-// Weights of the inputs 2 * pair and 2 * pair + 1; of an 8-bit integer, one of the TERMS.
-inline vector::Pairs decoded(__m512i words, int pair, int term) {
-#if defined(QUANTISED_INT4) || defined(QUANTISED_INT8)
-  static constexpr Table SIGNED(-128, 7, TERMS == 2 ? 16 : 1), UNSIGNED(0, 15, 1);
-  const bool lower = TERMS == 2 && term == 0;
-  const __m512i table = _mm512_load_si512(lower ? UNSIGNED.values : SIGNED.values);
-  const __m512i index = _mm512_srli_epi32(words, BITS * pair + 4 * term);
-  return (vector::Pairs)_mm512_permutexvar_epi16(index, table);
+// Weights of the inputs 2 * pair and 2 * pair + 1.
+inline vector::Pairs decoded(__m512i words, int pair) {
+#if defined(QUANTISED_INT4)
+  static constexpr Table TABLE;
+  const __m512i index = _mm512_srli_epi32(words, BITS * pair);
+  return (vector::Pairs)_mm512_permutexvar_epi16(index, _mm512_load_si512(TABLE.values));
+#elif defined(QUANTISED_INT8)
+  // An 8-bit integer as fp32 is 0 in its lower half, and its upper half is the same number as bfloat16.
+  const __m512i even = _mm512_srai_epi32(_mm512_slli_epi32(words, 24 - BITS * pair), 24);
+  const __m512i odd = _mm512_srai_epi32(pair ? words : _mm512_slli_epi32(words, BITS), 24);
+  const __m512i lower = _mm512_srli_epi32((__m512i)_mm512_cvtepi32_ps(even), 16);
+  return (vector::Pairs)_mm512_or_si512(lower, (__m512i)_mm512_cvtepi32_ps(odd));
 #else
   // The exponent's bias is 7, that of bfloat16 is 127. Codes with exponent 0 are multiples of 2^-9.
   alignas(64) static constexpr std::uint16_t SMALL[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
@@ -157,20 +150,18 @@ inline void add(Floats (&sums)[ROWS][VECTORS], const Stored* x, size stride, con
 #pragma GCC unroll 4
   for (int v = 0; v < VECTORS; ++v) lanes[v] = vector::loaded<__m512i>(words + v * LANES);
 #pragma GCC unroll 4
-  for (int pair = 0; pair < CODES / 2; ++pair)
-#pragma GCC unroll 2
-    for (int term = 0; term < TERMS; ++term) {
-      vector::Pairs weights[VECTORS];
+  for (int pair = 0; pair < CODES / 2; ++pair) {
+    vector::Pairs weights[VECTORS];
 #pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; ++v) weights[v] = decoded(lanes[v], pair, term);
+    for (int v = 0; v < VECTORS; ++v) weights[v] = decoded(lanes[v], pair);
 #pragma GCC unroll 8
-      for (int r = 0; r < ROWS; ++r) {
-        std::uint32_t two;
-        std::memcpy(&two, x + r * stride + 2 * pair, sizeof two);
+    for (int r = 0; r < ROWS; ++r) {
+      std::uint32_t two;
+      std::memcpy(&two, x + r * stride + 2 * pair, sizeof two);
 #pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; ++v) sums[r][v] = vector::dot(two, weights[v], sums[r][v]);
-      }
+      for (int v = 0; v < VECTORS; ++v) sums[r][v] = vector::dot(two, weights[v], sums[r][v]);
     }
+  }
 }
 
 #else
