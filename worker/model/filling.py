@@ -25,7 +25,7 @@ Read = Callable[[Iterable[Run], Tensor], None]
 
 _BUFFER_BYTES = 4 << 20
 #: Bytes that a Writer converts at a time; it needs several times this memory.
-_CONVERTED_BYTES = 512 << 10
+_CONVERTED_BYTES = 128 << 10
 #: Maximum number of unneeded bytes that are read along. Reading them takes no longer than starting
 #: a second read after them.
 _GAP_BYTES = 16 << 10

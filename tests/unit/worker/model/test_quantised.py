@@ -45,6 +45,7 @@ from worker.model.stack import CompiledStack
 from worker.model.weight_format import CodeType, WeightFormat
 from worker.model.weights import with_stored_scales
 from worker.parallel.group import Group
+from worker.runner.build import check_device
 
 LENGTHS = (40, 9, 23)
 
@@ -244,6 +245,14 @@ def test_read_format_names_unsupported_format(changes: dict[str, Any], words: li
     with pytest.raises(UnsupportedModel) as refused:
         read_format(HfConfig({"quantization_config": changes}, "config.json"))
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_check_device_names_format_that_gpu_lacks() -> None:
+    form = read_format(HfConfig({"quantization_config": FORMATS["awq"].config}, "config.json"))
+    assert form is not None
+    check_device(form, torch.device("cpu"))
+    with pytest.raises(UnsupportedModel, match="awq int4 weights are not supported on cuda"):
+        check_device(form, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("tensor", ["g_idx", "bias"])
