@@ -83,7 +83,7 @@ class Config:
     #: branch, tag or commit of a hub id; not set: its main branch
     model_revision: str = ""
     #: LoRA adapters that clients may name as model, each written NAME=DIRECTORY or NAME=ID@REVISION
-    #: (hub id); with worker.engine vllm only
+    #: (hub id)
     adapters: tuple[str, ...] = ()
     num_routers: Count = 1
     #: custom Ray resource of which each router takes one; not set: routers run on any node
@@ -142,11 +142,8 @@ class Config:
             sources = [source.absolute for source in parse_adapters(self.adapters)]
         except ValueError as error:
             raise ValueError(f"adapters {error}") from None
-        if sources and self.worker.engine != "vllm":
-            raise ValueError(
-                "adapters need worker.engine: vllm; Everlift's own engine does not serve LoRA "
-                "adapters"
-            )
+        if sources and self.model == FAKE:
+            raise ValueError(f"adapters need a model; the model {FAKE!r} has none")
         model = name_for_clients(self.model, self.model_revision)
         for source in sources:
             if source.name in (model, *self.router.served_model_names):

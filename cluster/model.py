@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cluster.config import Config
 from cluster.errors import ClusterFailed
@@ -11,6 +13,9 @@ from everlift import logs, model_files
 from everlift.adapters import parse_adapters
 from everlift.progress import show_progress
 from worker.config import FAKE
+
+if TYPE_CHECKING:
+    from worker.model.adapters import Adapter
 
 log = logs.get_logger(__name__)
 
@@ -56,23 +61,39 @@ async def fetched(config: Config) -> Config:
                 f"{config.model} is a GGUF file, which vLLM does not read here: use a directory or "
                 "a hub id, or leave out worker.engine"
             )
-        await _check_adapters(config)
-    elif config.model != FAKE:
+    if config.model != FAKE:
+        for source in parse_adapters(config.adapters):
+            await model_files.fetch_adapter(source)
         directory = model_files.locate(config.model, config.model_revision, weights=False)
-        await asyncio.to_thread(_check_supported, directory, config.worker.tensor_parallel)
+        await asyncio.to_thread(_check_files, directory, config)
     return config
 
 
-async def _check_adapters(config: Config) -> None:
+def _check_files(directory: Path, config: Config) -> None:
+    """Raise ClusterFailed if workers do not support the model in ``directory`` or an adapter."""
     from worker.model.adapters import BadAdapter, read_adapters
 
-    for source in parse_adapters(config.adapters):
-        await model_files.fetch_adapter(source)
-    directory = model_files.locate(config.model, config.model_revision, weights=False)
+    if config.worker.engine == "everlift":
+        _check_supported(directory, config.worker.tensor_parallel)
     try:
-        await asyncio.to_thread(read_adapters, config.adapters, directory)
+        adapters = read_adapters(config.adapters, directory)
+        if config.worker.engine == "everlift":
+            _check_adapters(adapters, directory)
     except BadAdapter as error:
         raise ClusterFailed(str(error)) from None
+
+
+def _check_adapters(adapters: Iterable[Adapter], directory: Path) -> None:
+    """Raise BadAdapter if Everlift's own engine does not support one of the adapters."""
+    from worker.model.adapters import NO_ADAPTERS, BadAdapter, adapted_linears
+    from worker.model.families import read_spec
+    from worker.model.spec import UnsupportedArchitecture
+
+    for adapter in adapters:
+        try:
+            adapted_linears(adapter, read_spec(directory))
+        except UnsupportedArchitecture:
+            raise BadAdapter(NO_ADAPTERS) from None
 
 
 def _check_supported(directory: Path, num_ranks: int) -> None:

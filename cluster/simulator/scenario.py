@@ -57,6 +57,7 @@ class _Device:
     host_load_s: float = 0.0
     #: only decides the defaults of settings; a kind of GPU worker sets these itself
     device_kind: DeviceKind = DeviceKind.CPU
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

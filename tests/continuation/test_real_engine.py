@@ -75,7 +75,7 @@ class Timed:
         self.num_blocks, self.num_host_blocks = runner.num_blocks, runner.num_host_blocks
         self.host_load_s = runner.host_load_s
         self.vocab_size, self.max_model_len = runner.vocab_size, runner.max_model_len
-        self.device_kind = runner.device_kind
+        self.device_kind, self.adapters = runner.device_kind, runner.adapters
         self.unready_slots, self.release, self.close = (
             runner.unready_slots,
             runner.release,

@@ -37,6 +37,9 @@ class Device(Protocol):
     @property
     def device_kind(self) -> DeviceKind: ...
 
+    @property
+    def adapters(self) -> Mapping[str, str]: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -96,6 +99,7 @@ class Limits:
             host_load_s=runner.host_load_s,
             session_retention_s=config.session_retention_s,
             max_retained_blocks=int(config.session_share * runner.num_blocks),
+            adapters=runner.adapters,
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -37,7 +37,8 @@ class Admission:
     """Sequence that occupies batch slot ``slot`` from this step on, in place of any other.
 
     ``tokens`` are its prompt, of ``num_prompt`` tokens, and its output so far. ``choice`` is the
-    index of the choice within its request. ``grammar`` is the compiled ``sampling.grammar`` on rank
+    index of the choice within its request. ``adapter`` is the name of the LoRA adapter with which
+    it is computed (empty: none). ``grammar`` is the compiled ``sampling.grammar`` on rank
     0; it is None on other ranks, which sample nothing, and if there is no grammar.
     """
 
@@ -48,6 +49,7 @@ class Admission:
     stop_token_ids: frozenset[int]
     choice: int
     grammar: object | None = None
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +365,11 @@ class Runner(Protocol):
     @property
     def device_kind(self) -> DeviceKind:
         """Kind of the device on which the runner computes."""
+        ...
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """Digests of the files of the LoRA adapters that admissions may name, by name."""
         ...
 
     def unready_slots(self) -> frozenset[int]:

@@ -391,6 +391,7 @@ class Sequence:
             stop_token_ids=self.stop_token_ids,
             choice=self.key.choice,
             grammar=self.grammar,
+            adapter=self.adapter,
         )
 
     def row(self, count: int, drafts: tuple[int, ...] = ()) -> Row:

@@ -1,12 +1,14 @@
 """LoRA adapters in peft's format: their files, checked without torch.
 
-An adapter fits a model if its layers exist there and have the model's hidden size.
+An adapter fits a model if its layers exist there and have the model's hidden size. Everlift's own
+decoder also checks the sizes of all matrices (``adapted_linears``).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,16 +18,34 @@ from typing import Any
 from everlift import model_files
 from everlift.adapters import AdapterSource, parse_adapters
 from everlift.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from worker.model.checkpoint import BadCheckpoint, StoredTensor, read_tensors
+from worker.model.checkpoint import ITEM_SIZES, BadCheckpoint, StoredTensor, read_tensors, some
+from worker.model.spec import ModelSpec
 
-#: Largest rank that vLLM supports.
+#: Largest rank, which is also vLLM's.
 MAX_RANK = 512
+#: Cause if a model that runs through transformers' modules has adapters.
+NO_ADAPTERS = "adapters are not supported for models that run through transformers' modules"
+_PREFIX, _FIRST, _SECOND = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 #: Name of a tensor in a layer of the language model, and not in one of a vision tower, for example.
 _LAYER = re.compile(r"base_model\.model\.(?:(?:model|language_model)\.)*layers\.(\d+)\.")
 #: Names of linear layers whose input is the hidden state, in all model families.
 _HIDDEN_INPUTS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
-#: Parts of peft that vLLM does not compute, by their key in the configuration.
-_UNSUPPORTED = ("use_dora", "modules_to_save", "lora_bias", "layer_replication", "use_qalora")
+#: Parts of peft that no engine computes, by their key in the configuration.
+_UNSUPPORTED = (
+    "use_dora",
+    "modules_to_save",
+    "lora_bias",
+    "layer_replication",
+    "use_qalora",
+    "use_bdlora",
+    "kasa_config",
+    "arrow_config",
+    "target_parameters",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+)
+#: Initialisations that also change the weights of the model, unless peft converts the adapter.
+_CHANGES_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class BadAdapter(ValueError):
@@ -40,6 +60,15 @@ class Adapter:
     directory: Path
     rank: int
     digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedLinear:
+    """Stored matrices of an adapter for one linear layer: the layer adds scaling * B (A x)."""
+
+    a: StoredTensor
+    b: StoredTensor
+    scaling: float
 
 
 def read_adapters(texts: Iterable[str], model: Path) -> list[Adapter]:
@@ -63,6 +92,99 @@ def _read(source: AdapterSource, model: Path) -> Adapter:
     return Adapter(source.name, directory, rank, _digest(directory))
 
 
+def adapted_linears(adapter: Adapter, spec: ModelSpec) -> dict[str, AdaptedLinear]:
+    """Return the matrices of an adapter by linear layers, for Everlift's own decoder.
+
+    The names of linear layers begin with that of the layer, such as layers.0.mlp.up_proj. Raises
+    BadAdapter if the decoder lacks a layer that the adapter changes, or if a matrix has another
+    size.
+    """
+    try:
+        config = _config(adapter.directory / ADAPTER_CONFIG)
+        tensors = read_tensors(adapter.directory / ADAPTER_WEIGHTS)
+        return _linears(config, _matrices(tensors, spec), spec)
+    except (BadCheckpoint, BadAdapter, re.error) as error:
+        raise BadAdapter(f"adapter {adapter.name!r}: {error}") from None
+
+
+def _matrices(tensors: list[StoredTensor], spec: ModelSpec) -> dict[str, StoredTensor]:
+    """Return the tensors by their names in peft, without those of a part that the model ignores."""
+    matrices = {tensor.name.removeprefix(_PREFIX): tensor for tensor in tensors}
+    unread = tuple(part for prefix in spec.tensors.unread for part in (prefix, f"model.{prefix}"))
+    read = {name: it for name, it in matrices.items() if not (unread and name.startswith(unread))}
+    if unknown := [name for name in read if not name.endswith((_FIRST, _SECOND))]:
+        raise BadAdapter(f"{some(unknown)} is not supported: expected lora_A and lora_B of layers")
+    if bad := [it for it in read.values() if it.dtype not in ITEM_SIZES]:
+        raise BadAdapter(f"{bad[0].name} is {bad[0].dtype}; supported: {', '.join(ITEM_SIZES)}")
+    return read
+
+
+def _linears(
+    config: dict[str, Any], matrices: dict[str, StoredTensor], spec: ModelSpec
+) -> dict[str, AdaptedLinear]:
+    modules = dict.fromkeys(name.removesuffix(_FIRST).removesuffix(_SECOND) for name in matrices)
+    linears = {}
+    for module in modules:
+        shape = _shape(module, spec)
+        a, b = matrices.get(module + _FIRST), matrices.get(module + _SECOND)
+        if a is None or b is None:
+            raise BadAdapter(f"{module} must have both lora_A and lora_B")
+        rank, alpha = _of_module(config, "rank_pattern", "r", module), _alpha(config, module)
+        outputs, inputs = shape
+        if (a.shape, b.shape) != ((rank, inputs), (outputs, rank)):
+            raise BadAdapter(
+                f"{module} has lora_A {a.shape} and lora_B {b.shape}; the model and rank {rank} "
+                f"require {(rank, inputs)} and {(outputs, rank)}"
+            )
+        scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        linears[module[module.index("layers.") :]] = AdaptedLinear(a, b, scaling)
+    return linears
+
+
+def _alpha(config: dict[str, Any], module: str) -> float:
+    alpha = _of_module(config, "alpha_pattern", "lora_alpha", module)
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise BadAdapter(f"{ADAPTER_CONFIG} must have a number as lora_alpha, not {alpha!r}")
+    return float(alpha)
+
+
+def _of_module(config: dict[str, Any], patterns: str, default: str, module: str) -> Any:
+    """Return the value of the first of the patterns that matches a module, as peft does."""
+    for pattern, value in (config.get(patterns) or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return config.get(default)
+
+
+def _shape(module: str, spec: ModelSpec) -> tuple[int, int]:
+    """Return outputs and inputs of a linear layer of the decoder; raise BadAdapter without it."""
+    found = _LAYER.match(f"{_PREFIX}{module}")
+    if found is None or int(found[1]) >= spec.num_layers:
+        raise BadAdapter(f"Everlift's engine does not adapt {module}: only layers of the model")
+    shapes = _shapes(spec, has_mlp=spec.layers[int(found[1])].experts is None)
+    name = f"{_PREFIX}{module}"[found.end() :]
+    if name not in shapes:
+        raise BadAdapter(
+            f"Everlift's engine does not adapt {module}: only {', '.join(shapes)} of that layer"
+        )
+    return shapes[name]
+
+
+def _shapes(spec: ModelSpec, has_mlp: bool) -> dict[str, tuple[int, int]]:
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    query, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    attention, mlp = {"q_proj": query, "k_proj": kv, "v_proj": kv}, {"gate_proj": inner}
+    mlp["up_proj"] = inner
+    if spec.tensors.fused:
+        attention, mlp = {"qkv_proj": query + 2 * kv}, {"gate_up_proj": 2 * inner}
+    shapes = {f"self_attn.{name}": (outputs, hidden) for name, outputs in attention.items()}
+    shapes["self_attn.o_proj"] = (hidden, query)
+    if has_mlp:
+        shapes |= {f"mlp.{name}": (outputs, hidden) for name, outputs in mlp.items()}
+        shapes["mlp.down_proj"] = (hidden, inner)
+    return shapes
+
+
 def _config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_bytes())
@@ -82,7 +204,12 @@ def _rank(config: dict[str, Any], tensors: list[StoredTensor]) -> int:
     if config.get("bias", "none") != "none":
         used.append("bias")
     if used:
-        raise BadAdapter(f"{ADAPTER_CONFIG} uses {', '.join(used)}, which vLLM does not support")
+        raise BadAdapter(f"{ADAPTER_CONFIG} uses {', '.join(used)}, which is not supported")
+    if str(start := config.get("init_lora_weights")).startswith(_CHANGES_MODEL):
+        raise BadAdapter(
+            f"{ADAPTER_CONFIG} has init_lora_weights {start!r}, which also changes the model: save "
+            "the adapter with peft's path_initial_model_for_weight_conversion"
+        )
     rank = config.get("r")
     if not isinstance(rank, int) or rank < 1:
         raise BadAdapter(f"{ADAPTER_CONFIG} must have a rank r of at least 1, not {rank!r}")
@@ -90,7 +217,7 @@ def _rank(config: dict[str, Any], tensors: list[StoredTensor]) -> int:
     if not ranks:
         raise BadAdapter(f"{ADAPTER_WEIGHTS} has no LoRA weights (lora_A)")
     if (largest := max(rank, *ranks)) > MAX_RANK:
-        raise BadAdapter(f"rank {largest} is above vLLM's limit of {MAX_RANK}")
+        raise BadAdapter(f"rank {largest} is above the limit of {MAX_RANK}")
     return largest
 
 

@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 
 from worker.attention.backend import AttentionForm, StepAttention
+from worker.engine.plan import Ints
 from worker.model.layers import (
+    Adapter,
     ColumnLinear,
     Part,
     Piece,
@@ -36,6 +38,7 @@ from worker.model.layers import (
     VocabTable,
     column_parts,
 )
+from worker.model.lora import StepAdapters
 from worker.model.matrix import Packing
 from worker.model.mixture import Mixture
 from worker.model.mlp import Mlp
@@ -145,8 +148,10 @@ class Attention:
         self.out = RowLinear(out, spec.hidden_size, spec.out_bias, place)
         self.pointwise = place.pointwise
 
-    def __call__(self, x: Tensor, angle: Angle, attention: StepAttention) -> Tensor:
-        qkv = self.qkv(x).view(len(x), -1, self._head_dim)
+    def __call__(
+        self, x: Tensor, angle: Angle, attention: StepAttention, adapters: StepAdapters | None
+    ) -> Tensor:
+        qkv = self.qkv(x, adapters).view(len(x), -1, self._head_dim)
         rotated, value = qkv.tensor_split([self.num_rotated], dim=1)
         if self.norms is not None:
             rotated = self.norms(rotated, self.num_query)
@@ -155,7 +160,7 @@ class Attention:
         query = self.pointwise.rotate_and_write(
             rotated, self.num_query, value, angle, self._layer, attention
         )
-        return self.out(attention.attend(self._layer, query, self.form).flatten(1))
+        return self.out(attention.attend(self._layer, query, self.form).flatten(1), adapters)
 
     def pack(self, packing: Packing) -> None:
         self.qkv.pack(packing)
@@ -213,16 +218,27 @@ class Layer:
         self.mlp = _mlp(name, spec, spec.layers[layer].experts, place)
 
     def __call__(
-        self, hidden: Tensor, added: Tensor | None, angle: Angle, attention: StepAttention
+        self,
+        hidden: Tensor,
+        added: Tensor | None,
+        angle: Angle,
+        attention: StepAttention,
+        adapters: StepAdapters | None,
     ) -> Tensor:
         """Compute attention and MLP, and return the MLP's result, not yet added to ``hidden``.
 
         ``added`` is the MLP's result of the previous layer, or None for the first layer. Both
         ``added`` and the attention's result are added to ``hidden`` in place.
         """
-        attend = partial(self.attention, angle=angle, attention=attention)
+        attend = partial(self.attention, angle=angle, attention=attention, adapters=adapters)
         added = self.around_attention(hidden, added, attend)
-        return self.around_mlp(hidden, added, self.mlp)
+        return self.around_mlp(hidden, added, partial(self.mlp, adapters=adapters))
+
+    def adapted_linears(self) -> Iterator[ColumnLinear | RowLinear]:
+        """Yield the linear layers that LoRA adapters may change: all but those of a mixture."""
+        yield from (self.attention.qkv, self.attention.out)
+        if isinstance(self.mlp, Mlp):
+            yield from (self.mlp.gate_up, self.mlp.down)
 
     def pack(self, packing: Packing) -> None:
         self.attention.pack(packing)
@@ -237,7 +253,12 @@ class Stack(Protocol):
     """Implementation of a decoder: tokens to hidden states, and hidden states to logits."""
 
     def hidden(
-        self, tokens: Tensor, positions: Tensor, attention: StepAttention, sites: Tensor | None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: StepAttention,
+        sites: Tensor | None,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
         """Return the hidden states of all tokens, or of those at ``sites``; see Decoder.forward."""
         ...
@@ -264,7 +285,12 @@ class LayerByLayer:
     head: VocabTable
 
     def hidden(
-        self, tokens: Tensor, positions: Tensor, attention: StepAttention, sites: Tensor | None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: StepAttention,
+        sites: Tensor | None,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
         hidden = self.embedding.lookup(tokens)
         if self.embedding_multiplier != 1.0:
@@ -272,7 +298,7 @@ class LayerByLayer:
         angles = [table.at(positions) for table in self.tables]
         added = None
         for layer, table in zip(self.layers, self.table_of_layer, strict=True):
-            added = layer(hidden, added, angles[table], attention)
+            added = layer(hidden, added, angles[table], attention, adapters)
         if added is not None:
             hidden.add_(added)
         return hidden if sites is None else hidden[sites]
@@ -292,6 +318,7 @@ class Decoder:
         vocab, width, names = spec.vocab_size, spec.hidden_size, spec.tensors
         place = replace(place, format=spec.weight_format)
         self.weight_format = spec.weight_format
+        self._place = place
         #: prefixes of the names of checkpoint tensors that the model ignores
         self.unread = names.unread
         tables = f"{names.model}.embed_tokens.weight", f"{names.head}.weight"
@@ -332,14 +359,19 @@ class Decoder:
         positions: Tensor,
         attention: StepAttention,
         sites: Tensor | None = None,
+        adapters: Ints | None = None,
     ) -> Tensor:
         """Return the hidden states [T, hidden] of ``tokens`` [T] at ``positions`` [T].
 
         With ``sites`` [n], ascending indices of tokens, only the hidden states [n, hidden] of these
-        tokens are returned. The final norm is not applied yet; ``logits`` applies it. A collective:
-        all ranks must call it.
+        tokens are returned. The final norm is not applied yet; ``logits`` applies it. ``adapters``
+        [T] has the number of each token's LoRA adapter (see ``add_adapters``), and 0 for the model
+        itself; None: no token has one. A collective: all ranks must call it.
         """
-        return self.stack.hidden(tokens, positions, attention, sites)
+        if adapters is None:
+            return self.stack.hidden(tokens, positions, attention, sites)
+        step = StepAdapters(adapters, tokens.device)
+        return self.stack.hidden(tokens, positions, attention, sites, step)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """Return fp32 logits [n, vocab] of ``hidden`` [n, hidden] on rank 0, None elsewhere.
@@ -363,6 +395,15 @@ class Decoder:
         self.tied = None
         self.layer_by_layer = replace(self.layer_by_layer, head=self._own_head())
         self.stack = self.layer_by_layer
+
+    def add_adapters(self, adapters: Sequence[Adapter]) -> None:
+        """Add this rank's shares of LoRA adapters; their numbers in ``forward`` count from 1.
+
+        Must be called once, before a compiled stack is chosen.
+        """
+        for layer in self.layer_by_layer.layers:
+            for linear in layer.adapted_linears():
+                linear.add_adapters(adapters, self._place)
 
     def pack(self, packing: Packing) -> None:
         """Convert the weights, which must be filled, to the layout of ``packing``.

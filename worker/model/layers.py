@@ -12,12 +12,14 @@ after that ``pieces`` is unusable. The layers are for inference only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from worker.model.lora import LinearAdapters, LowRank, StepAdapters
 from worker.model.matrix import Matrix, Packing
 from worker.model.piece import Piece as Piece
 from worker.model.pointwise import TORCH, Pointwise
@@ -26,6 +28,9 @@ from worker.model.sharing import Share, tail_padded
 from worker.model.spec import UnsupportedModel
 from worker.model.weight_format import WeightFormat
 from worker.parallel.group import Group
+
+#: Whole matrices of a LoRA adapter by the names of linear layers, as Part.name_in_adapters.
+Adapter = Mapping[str, LowRank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,11 @@ class Part:
         """Return the numbers of the checkpoint's features that this rank holds."""
         return range(self.share.start, self.share.stop)
 
+    @property
+    def name_in_adapters(self) -> str:
+        """Return the name of the linear layer without the model's, such as layers.0.mlp.up_proj."""
+        return self.name[self.name.index("layers.") :]
+
 
 def column_parts(
     name: str, fused: str | None, parts: dict[str, tuple[int, Share]]
@@ -120,12 +130,35 @@ class ColumnLinear:
             Block(p.name, (p.size, inputs), p.held, range(inputs), p.share.width) for p in parts
         ]
         self.weight = place.linear_weight(blocks, inputs)
+        self._inputs = inputs
         self.bias = place.empty(outputs) if bias else None
+        #: matrices of the model's LoRA adapters; None if there are no adapters
+        self.adapters: LinearAdapters | None = None
         for _, part, rows in self._rows():
             rows[part.share.num_items :].zero_()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.weight.multiply(x, self.bias)
+    def __call__(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
+        y = self.weight.multiply(x, self.bias)
+        return y if adapters is None else _adapted(self.adapters, adapters, x, y)
+
+    def add_adapters(self, adapters: Sequence[Adapter], place: Placement) -> None:
+        """Add this rank's share of LoRA adapters: all of A, and the rows of B of its outputs."""
+        shares = [self._share_of(adapter) for adapter in adapters]
+        outputs = sum(part.share.width for part in self._parts)
+        self.adapters = LinearAdapters(shares, self._inputs, outputs, place.dtype, place.device)
+
+    def _share_of(self, adapter: Adapter) -> list[LowRank]:
+        shares, first = [], 0
+        for name, group in groupby(self._parts, lambda part: part.name_in_adapters):
+            parts = [*group]
+            widths = [part.share.width for part in parts]
+            if (whole := adapter.get(name)) is not None:
+                b = whole.b.new_zeros(sum(widths), whole.ranks)
+                for part, rows in zip(parts, b.split_with_sizes(widths), strict=True):
+                    rows[: part.share.num_items] = whole.b[part.local_features]
+                shares.append(LowRank(whole.a, b, whole.scaling, first))
+            first += sum(widths)
+        return shares
 
     def pack(self, packing: Packing) -> None:
         self.weight.pack(packing)
@@ -148,6 +181,11 @@ class ColumnLinear:
                     yield kind, part, rows
 
 
+def _adapted(linear: LinearAdapters | None, adapters: StepAdapters, x: Tensor, y: Tensor) -> Tensor:
+    assert linear is not None, "the model has no adapters"
+    return linear.add(adapters, x, y)
+
+
 class RowLinear:
     """Linear layer with input features split over the ranks; a call sums the ranks' products.
 
@@ -156,19 +194,36 @@ class RowLinear:
 
     def __init__(self, part: Part, outputs: int, bias: bool, place: Placement) -> None:
         self._part = part
+        self._outputs = outputs
         self.group = place.group
         block = Block(part.name, (outputs, part.size), range(outputs), part.held, outputs)
         self.weight = place.linear_weight([block], part.share.width)
-        self._outputs = outputs
         if self.weight.quantised is None:
             self.weight.plain[:, part.share.num_items :].zero_()
         self.bias = place.empty(outputs) if bias else None
+        #: matrices of the model's LoRA adapters; None if there are no adapters
+        self.adapters: LinearAdapters | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.group.all_reduce(self.partial(x))
+    def __call__(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
+        return self.group.all_reduce(self.partial(x, adapters))
 
-    def partial(self, x: Tensor) -> Tensor:
-        return self.weight.multiply(x, self.own_bias)
+    def partial(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
+        y = self.weight.multiply(x, self.own_bias)
+        return y if adapters is None else _adapted(self.adapters, adapters, x, y)
+
+    def add_adapters(self, adapters: Sequence[Adapter], place: Placement) -> None:
+        """Add this rank's share of LoRA adapters: the columns of A of its inputs, and all of B."""
+        shares = [self._share_of(adapter) for adapter in adapters]
+        size = self._part.share.width, self._outputs
+        self.adapters = LinearAdapters(shares, *size, place.dtype, place.device)
+
+    def _share_of(self, adapter: Adapter) -> list[LowRank]:
+        part = self._part
+        if (whole := adapter.get(part.name_in_adapters)) is None:
+            return []
+        a = whole.a.new_zeros(whole.ranks, part.share.width)
+        a[:, : part.share.num_items] = whole.a[:, part.local_features]
+        return [LowRank(a, whole.b, whole.scaling)]
 
     @property
     def own_bias(self) -> Tensor | None:

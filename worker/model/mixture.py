@@ -21,6 +21,7 @@ from torch import Tensor
 
 from worker.model.compiled_mixture import CompiledMixture, compiled_mixture
 from worker.model.layers import ColumnLinear, Part, Piece, Placement
+from worker.model.lora import StepAdapters
 from worker.model.matrix import Packing
 from worker.model.mlp import Mlp
 from worker.model.sharing import Share
@@ -57,7 +58,8 @@ class Mixture:
         #: the C++ call, if all weights are in panels
         self.compiled: CompiledMixture | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
+        """Return the result; ``adapters`` is ignored, because none adapts a mixture of experts."""
         return self.group.all_reduce(self.partial(x))
 
     def partial(self, x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from worker.model.layers import ColumnLinear, Part, Piece, Placement, RowLinear, column_parts
+from worker.model.lora import StepAdapters
 from worker.model.matrix import Packing
 from worker.model.sharing import tail_padded
 from worker.model.spec import ModelSpec
@@ -40,15 +41,15 @@ class Mlp:
             Part(f"{name}.{down}", size, share), spec.hidden_size, spec.mlp_bias, place
         )
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self._gated(x))
+    def __call__(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
+        return self.down(self._gated(x, adapters), adapters)
 
     def partial(self, x: Tensor) -> Tensor:
         """Return this rank's part of the result; the sum over the ranks is the result."""
         return self.down.partial(self._gated(x))
 
-    def _gated(self, x: Tensor) -> Tensor:
-        return self._pointwise.gate(self.gate_up(x), self.activation)
+    def _gated(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
+        return self._pointwise.gate(self.gate_up(x, adapters), self.activation)
 
     def pack(self, packing: Packing) -> None:
         self.gate_up.pack(packing)

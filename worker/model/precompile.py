@@ -11,6 +11,7 @@ import torch
 
 from worker.attention.cpu import compiled_kernel
 from worker.model.compiled_pointwise import choose_pointwise
+from worker.model.lora import lora_library
 from worker.model.matrix import Packing
 from worker.model.onednn import OneDnnPacking
 from worker.model.panels import panel_packing, working_panels
@@ -64,10 +65,12 @@ def precompile(
     weights: torch.dtype,
     device: torch.device,
     codes: CodeType | None = None,
+    has_adapters: bool = False,
 ) -> None:
     """Compile the native libraries that a decoder on a CPU needs, in parallel.
 
-    On other devices there is nothing to compile.
+    ``has_adapters`` is whether the model has LoRA adapters. On other devices there is nothing to
+    compile.
     """
     if device.type != "cpu":
         return
@@ -76,6 +79,8 @@ def precompile(
         partial(choose_pointwise, dtype, device),
         partial(choose_argmax, device),
     ]
+    if has_adapters:
+        libraries.append(partial(lora_library, dtype))
     if panels_pay(dtype, weights, codes):
         libraries.append(partial(panel_packing, dtype, weights, codes))
         libraries.append(partial(stack_library, head_dim, dtype, weights, codes))

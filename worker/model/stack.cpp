@@ -8,6 +8,7 @@
 // Compiled for one head dimension, one type of weights and one type of all other elements.
 
 #include "../attention/paged.h"
+#include "lora.h"
 #include "mixture.h"
 #include "panels.h"
 #include "pointwise.h"
@@ -53,6 +54,8 @@ struct Layer {
   Norm before_mlp, after_mlp;
   Linear gate_up, down;             // not read if the layer has a mixture of experts
   const mixture::Mixture* mixture;  // or null
+  // LoRA adapters of the linear layers; not read if no token has one.
+  const lora::Linear *qkv_adapters, *out_adapters, *gate_up_adapters, *down_adapters;
 };
 
 // Replaces `number` elements by their sums over the ranks.
@@ -80,6 +83,8 @@ struct Tokens {
   size number;
   const size* sites;  // not read if num_sites is number or 0
   size num_sites;
+  const size* adapters;  // numbers of the tokens' LoRA adapters, 0: none; null if no token has one
+  float* low_rank;       // work space of the adapters: [number, most_ranks of the linear layers]
 };
 
 // Buffers [tokens][..] for the intermediate results of a layer, and memory for those of a mixture.
@@ -94,11 +99,13 @@ struct Pass {
   const paged::Cache& cache;
   const paged::Step& step;
   const Tokens& tokens;
+  const lora::Rows &adapted, &adapted_sites;  // tokens with an adapter, and sites with one
   Stored* hidden;  // [tokens, width]; finally the first num_sites rows are those of the sites
   const Space& space;
 
   void operator()() const {
     size number = tokens.number;
+    const lora::Rows* rows = &adapted;
     stack.embedding(me, tokens.ids, hidden, number, stack.width);
     sum_over_ranks(hidden, number);
     if (stack.embedding.multiplier != 1.0f)
@@ -109,12 +116,16 @@ struct Pass {
                               space.normed, number, stack.width);
       attend(layer, i);
       // With several ranks every sum covers all tokens, whichever hidden states are requested.
-      if (i + 1 == stack.num_layers && !stack.sum_over_ranks) number = leave_sites();
+      if (i + 1 == stack.num_layers && !stack.sum_over_ranks && tokens.num_sites != tokens.number) {
+        number = leave_sites();
+        rows = &adapted_sites;
+      }
       layer.out(me, space.attended, space.added, number);
+      adapt(layer.out_adapters, *rows, space.attended, space.added);
       finish_added(layer.after_attention, number);
       pointwise::sum_and_norm(me, hidden, space.added, layer.before_mlp, space.normed, number,
                               stack.width);
-      transform(layer, number);
+      transform(layer, number, *rows);
       finish_added(layer.after_mlp, number);
     }
     pointwise::sum(me, hidden, space.added, number, stack.width);
@@ -128,6 +139,7 @@ struct Pass {
     Stored* key = query + stack.heads * HEAD_DIM;
     Stored* value = query + turned * HEAD_DIM;
     layer.qkv(me, space.normed, space.qkv, number);
+    adapt(layer.qkv_adapters, adapted, space.normed, space.qkv);
     norm_heads(layer.query, query, stride, stack.heads);
     norm_heads(layer.key, key, stride, stack.kv_heads);
     if (stack.clip != 0.0f) pointwise::clip(me, space.qkv, stack.clip, number, stride);
@@ -146,16 +158,23 @@ struct Pass {
   }
 
   // MLP or mixture of experts.
-  void transform(const Layer& layer, size number) const {
+  void transform(const Layer& layer, size number, const lora::Rows& rows) const {
     if (layer.mixture) {
       const mixture::Space inner(*layer.mixture, number, space.mixture);
       mixture::Pass{me, *layer.mixture, inner, space.normed, space.added, number}();
       return;
     }
     layer.gate_up(me, space.normed, space.gate_up, number);
+    adapt(layer.gate_up_adapters, rows, space.normed, space.gate_up);
     pointwise::gate(me, pointwise::Activation(stack.activation), space.gate_up, space.gated, number,
                     layer.down.inputs);
     layer.down(me, space.gated, space.added, number);
+    adapt(layer.down_adapters, rows, space.gated, space.added);
+  }
+
+  // Adds the products of the rows' LoRA adapters to y.
+  void adapt(const lora::Linear* linear, const lora::Rows& rows, const Stored* x, Stored* y) const {
+    if (!rows.tiles.empty()) lora::Update{*linear, rows, x, y, tokens.low_rank}(me);
   }
 
   // Moves the rows of the sites to the front, and returns the number of sites. The rows of other tokens are
@@ -209,8 +228,14 @@ int hidden_states(const stack::Stack* stack, const paged::Cache* cache, const pa
   if (!stack::all_below(tokens->ids, tokens->number, stack->embedding.vocab) ||
       !stack::all_below(tokens->positions, tokens->number, stack->positions))
     return 0;
+  const bool has_adapters = tokens->adapters, has_sites = tokens->num_sites != tokens->number;
+  const lora::Rows adapted(has_adapters ? tokens->number : 0,
+                           [=](std::int64_t token) { return tokens->adapters[token]; });
+  const lora::Rows adapted_sites(has_adapters && has_sites ? tokens->num_sites : 0, [=](std::int64_t site) {
+    return tokens->adapters[tokens->sites[site]];
+  });
   team::gather(threads, [&](team::Member& me) {
-    stack::Pass{me, *stack, *cache, *step, *tokens, hidden, *space}();
+    stack::Pass{me, *stack, *cache, *step, *tokens, adapted, adapted_sites, hidden, *space}();
   });
   return 1;
 }

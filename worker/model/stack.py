@@ -30,6 +30,7 @@ from worker.model.compiled_mixture import native_linear
 from worker.model.compiled_pointwise import ACTIVATIONS, CompiledPointwise
 from worker.model.decoder import AllHeadsNorms, Layer, LayerByLayer, Stack
 from worker.model.layers import ColumnLinear, RmsNorm, RowLinear, VocabTable
+from worker.model.lora import StepAdapters
 from worker.model.matrix import Plain
 from worker.model.mixture import Mixture
 from worker.model.mlp import Mlp
@@ -59,6 +60,7 @@ class _Layer(ctypes.Structure):
         *((name, _Norm) for name in ("before_mlp", "after_mlp")),
         *((name, NativeLinear) for name in ("gate_up", "down")),
         ("mixture", _POINTER),
+        *((f"{name}_adapters", _POINTER) for name in ("qkv", "out", "gate_up", "down")),
     )
 
 
@@ -95,6 +97,7 @@ class _Tokens(ctypes.Structure):
         ("number", _SIZE),
         ("sites", _POINTER),
         ("num_sites", _SIZE),
+        *((name, _POINTER) for name in ("adapters", "low_rank")),
     )
 
 
@@ -149,6 +152,12 @@ class CompiledStack:
             for layer in plain.layers
             if isinstance(layer.mlp, Mixture) and layer.mlp.compiled is not None
         ]
+        #: largest number of ranks of a LoRA adapter in a linear layer
+        self._most_ranks = max(
+            linear.adapters.most_ranks if linear.adapters is not None else 0
+            for layer in plain.layers
+            for linear in layer.adapted_linears()
+        )
         first = layers[0]
         #: elements per token of each field of _Space but the last
         self._widths = (
@@ -166,22 +175,30 @@ class CompiledStack:
         self._space, self._capacity = _Space(), 0
 
     def hidden(
-        self, tokens: Tensor, positions: Tensor, attention: StepAttention, sites: Tensor | None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: StepAttention,
+        sites: Tensor | None,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
         """Return the hidden states of all tokens, or of those at ``sites``; see Decoder.forward.
 
         Raises IndexError for an invalid token or position, and RuntimeError if a rank is lost.
         """
         if not isinstance(attention, CpuStep) or attention.kernel is not self._kernel:
-            return self._plain.hidden(tokens, positions, attention, sites)
+            return self._plain.hidden(tokens, positions, attention, sites, adapters)
         number, num_sites = len(tokens), len(tokens if sites is None else sites)
         hidden = torch.empty(number, self._stack.width, dtype=self._dtype)
+        low_rank = torch.empty(0 if adapters is None else number * self._most_ranks)
         described = _Tokens(
             _ints(tokens),
             _ints(positions),
             number,
             None if sites is None else _ints(sites),
             num_sites,
+            None if adapters is None else _ints(adapters.numbers),
+            low_rank.data_ptr(),
         )
         done = self._hidden(
             self._stack,
@@ -308,6 +325,7 @@ def _is_supported(layer: Layer) -> bool:
     return (
         isinstance(attention.pointwise, CompiledPointwise)
         and all(isinstance(linear.weight.form, Panels) for linear in linears)
+        and all(it.adapters is None or it.adapters.native is not None for it in linears)
         and not (isinstance(attention.norms, AllHeadsNorms) and attention.out.group.size > 1)
     )
 
@@ -380,7 +398,17 @@ def _layer(layer: Layer, table: int, sinks: Tensor | None) -> _Layer:
         gate_up=gate_up,
         down=down,
         mixture=mixture,
+        qkv_adapters=_adapters(attention.qkv),
+        out_adapters=_adapters(attention.out),
+        gate_up_adapters=_adapters(mlp.gate_up) if isinstance(mlp, Mlp) else None,
+        down_adapters=_adapters(mlp.down) if isinstance(mlp, Mlp) else None,
     )
+
+
+def _adapters(linear: ColumnLinear | RowLinear) -> int | None:
+    if linear.adapters is None or linear.adapters.native is None:
+        return None
+    return ctypes.addressof(linear.adapters.native)
 
 
 def _norm(norm: RmsNorm | None) -> _Norm:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from worker.attention.backend import StepAttention
+from worker.engine.plan import Ints
 from worker.model.transformers_attention import PAGED, PagedAttend, use_attention
 from worker.model.transformers_survey import Survey
 
@@ -55,8 +56,10 @@ class TransformersDecoder:
         positions: Tensor,
         attention: StepAttention,
         sites: Tensor | None = None,
+        adapters: Ints | None = None,
     ) -> Tensor:
         """Return the hidden states of all tokens, or of those at ``sites``; see Decoder.forward."""
+        assert adapters is None, "transformers' modules have no adapters"
         with use_attention(PagedAttend(self.layers, attention)):
             out = self._trunk(
                 input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from worker.attention.cpu import kernel_flags
+from worker.model.lora import lora_flags
 from worker.model.panels import panel_flags
 from worker.model.stack import stack_flags
 from worker.model.weight_format import CODE_TYPES
@@ -40,6 +41,7 @@ def libraries(level: native.Level) -> Iterator[tuple[Path, tuple[str, ...]]]:
     has_bfloat16 = level.name == "avx512_bf16"
     for dtype in (torch.float32, torch.bfloat16) if has_bfloat16 else (torch.float32,):
         yield _WORKER / "model" / "pointwise.cpp", (f"-D{native.DTYPES[dtype]}",)
+        yield _WORKER / "model" / "lora.cpp", lora_flags(dtype)
         for head_dim in HEAD_DIMS:
             yield _WORKER / "attention" / "paged.cpp", kernel_flags(head_dim, dtype)
         for weights in _WEIGHTS_OF[dtype]:

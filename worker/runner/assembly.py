@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -33,7 +34,8 @@ class LoadedModel:
     """Loaded model of a rank.
 
     ``kv_shape`` is (layers, KV heads, head dimension): the shape of one token's keys, and also of
-    its values, on this rank.
+    its values, on this rank. ``adapters`` has the digests of its LoRA adapters by name, in the
+    order of their numbers.
     """
 
     model: Model
@@ -41,6 +43,7 @@ class LoadedModel:
     max_model_len: int
     kv_shape: KvShape
     parameter_bytes: int
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ class Assembly:
             self.last_tokens,
             graphs,
             self.stand_in,
+            self.loaded.adapters,
         )
 
     def capture(self) -> DecodeGraphs | None:

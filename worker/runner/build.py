@@ -18,6 +18,8 @@ from worker.config import WorkerConfig
 from worker.device.device import choose_device, choose_dtype, kind_of, use_threads
 from worker.engine.step_times import STOPPED, Stopwatch
 from worker.model import dummy, weights
+from worker.model.adapter_weights import load_adapters
+from worker.model.adapters import NO_ADAPTERS
 from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.decoder import Decoder
 from worker.model.families import read_spec
@@ -45,9 +47,9 @@ def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOP
     """Load the rank's share of ``config.model``, allocate its KV cache, and return its runner.
 
     A collective: all ranks must call it. Raises ModelUnavailable if the model's files cannot be
-    obtained, UnsupportedModel or BadCheckpoint if the model cannot be run or read, and ValueError
-    if the device does not exist, has too little memory, or does not support the configured
-    quantization. Sets torch's number of threads.
+    obtained, UnsupportedModel or BadCheckpoint if the model cannot be run or read, BadAdapter if
+    one of its adapters cannot, and ValueError if the device does not exist, has too little memory,
+    or does not support the configured quantization. Sets torch's number of threads.
     """
     use_threads(config.num_threads)
     bound_caches()
@@ -167,14 +169,17 @@ def _load(config: WorkerConfig, directory: Path, place: Placement) -> LoadedMode
     spec = weights.with_stored_scales(spec, directory, config.reads_weights)
     stored = weights_dtype(config, directory, place.dtype, place.device)
     packed = quantised_dtype(config, place.dtype, place.device) or stored
-    precompile(spec.head_dim, place.dtype, packed, place.device, codes)
+    has_adapters = bool(config.adapters)
+    precompile(spec.head_dim, place.dtype, packed, place.device, codes, has_adapters)
     pointwise = choose_pointwise(place.dtype, place.device)
     place = replace(place, weights=stored, pointwise=pointwise)
     decoder = Decoder(spec, max_model_len, place)
     parameter_bytes = _fill(decoder, directory, config, place.group.rank)
+    adapters = load_adapters(decoder, spec, config.adapters, directory, place)
     if place.device.type == "cpu":
         optimize_for_cpu(decoder, spec, place.dtype, packed)
-    return LoadedModel(decoder, spec.vocab_size, max_model_len, kv_shape, parameter_bytes)
+    digests = {adapter.name: adapter.digest for adapter in adapters}
+    return LoadedModel(decoder, spec.vocab_size, max_model_len, kv_shape, parameter_bytes, digests)
 
 
 def check_device(format: WeightFormat, device: torch.device) -> None:
@@ -240,6 +245,8 @@ def optimize_for_cpu(
 def _load_with_transformers(config: WorkerConfig, directory: Path, place: Placement) -> LoadedModel:
     from worker.model.transformers_loading import load_decoder
 
+    if config.adapters:
+        raise UnsupportedModel(NO_ADAPTERS)
     if config.quantization != "none":
         raise UnsupportedModel("quantization int8 is not supported for transformers' modules")
     decoder = load_decoder(

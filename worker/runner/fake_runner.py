@@ -91,6 +91,10 @@ class FakeRunner:
     def device_kind(self) -> DeviceKind:
         return DeviceKind.CPU
 
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        return {}
+
     def unready_slots(self) -> frozenset[int]:
         return frozenset()
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -66,11 +67,13 @@ class Model(Protocol):
         positions: Tensor,
         attention: StepAttention,
         sites: Tensor | None = None,
+        adapters: Ints | None = None,
     ) -> Tensor:
         """Return hidden states of ``tokens`` [T] at ``positions`` [T], or only at ``sites``.
 
         ``sites`` [n] are ascending indices of tokens; with them the result is [n, hidden], else
-        [T, hidden].
+        [T, hidden]. ``adapters`` [T] are the numbers of the tokens' LoRA adapters, counted from 1,
+        and 0 for the model itself; None: no token has an adapter.
         """
         ...
 
@@ -107,7 +110,8 @@ class TorchRunner:
     part in the remaining collectives, and all ranks abandon the step.
 
     On a GPU, ``last_tokens`` has the last tokens of all slots, and ``graphs`` may have captured
-    decode steps.
+    decode steps. ``adapters`` has the digests of the model's LoRA adapters by name, in the order of
+    their numbers.
     """
 
     def __init__(
@@ -123,6 +127,7 @@ class TorchRunner:
         last_tokens: LastTokens | None = None,
         graphs: DecodeGraphs | None = None,
         stand_in: StandIn | None = None,
+        adapters: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -137,6 +142,10 @@ class TorchRunner:
         self._graphs = graphs
         self._stand_in = stand_in
         self._slots: dict[int, Admission] = {}
+        self.adapters = adapters
+        self._adapter_numbers = {name: number for number, name in enumerate(adapters, 1)}
+        #: slots whose sequences have an adapter, and its number
+        self._adapter_of_slot: dict[int, int] = {}
         self._sampler = Sampler(vocab_size, place.device) if place.group.rank == 0 else None
 
     @property
@@ -181,6 +190,7 @@ class TorchRunner:
     def release(self, slots: Collection[int]) -> None:
         for slot in slots:
             self._slots.pop(slot, None)
+            self._adapter_of_slot.pop(slot, None)
             if self._sampler is not None:
                 self._sampler.release(slot)
 
@@ -262,9 +272,12 @@ class TorchRunner:
     def _admit(self, admission: Admission) -> None:
         has_grammar = admission.grammar is not None
         self._slots[admission.slot] = replace(admission, grammar=None) if has_grammar else admission
+        self._adapter_of_slot.pop(admission.slot, None)
+        if admission.adapter:
+            self._adapter_of_slot[admission.slot] = self._adapter_numbers[admission.adapter]
 
     def _hidden(self, rows: Rows, parcel: Parcel) -> tuple[Tensor, PromptScores]:
-        if self._graphs is not None and self._graphs.bucket(rows) is not None:
+        if self._graphs is not None and self._bucket(rows) is not None:
             return self._graphs.run(rows, parcel), NO_SCORES
         sites = _sites(rows)
         if not rows.scores_prompt.any():
@@ -273,6 +286,22 @@ class TorchRunner:
         hidden = self._forward(rows, None, parcel)
         scores = score_prompts(rows, self._slots, hidden, self._model)
         return hidden[device_sites()], scores
+
+    def _bucket(self, rows: Rows) -> int | None:
+        """Return the bucket of the captured step for ``rows``; None if they must be launched.
+
+        Steps with adapters are not captured.
+        """
+        if self._graphs is None or self._adapters_of(rows) is not None:
+            return None
+        return self._graphs.bucket(rows)
+
+    def _adapters_of(self, rows: Rows) -> Ints | None:
+        """Return the number of each token's adapter, [T]; None if no token has one."""
+        if not self._adapter_of_slot:
+            return None
+        numbers = np.array([self._adapter_of_slot.get(slot, 0) for slot in rows.slots.tolist()])
+        return rows.spread(numbers) if numbers.any() else None
 
     def _forward(self, rows: Rows, sites: Ints | None, parcel: Parcel) -> Tensor:
         """Run the model, which fills the KV cache, and return hidden states.
@@ -285,7 +314,11 @@ class TorchRunner:
         are_all = sites is None or len(sites) == rows.num_tokens
         device_sites = None if sites is None or are_all else parcel.add(sites)
         return self._model.forward(
-            tokens(), positions(), attention, None if device_sites is None else device_sites()
+            tokens(),
+            positions(),
+            attention,
+            None if device_sites is None else device_sites(),
+            self._adapters_of(rows),
         )
 
     def _tokens(self, rows: Rows, parcel: Parcel) -> Callable[[], Tensor]:
@@ -375,7 +408,7 @@ class TorchRunner:
 
     def _launch_collectives(self, rows: Rows) -> list[Collective]:
         assert self._stand_in is not None
-        bucket = self._graphs.bucket(rows) if self._graphs is not None else None
+        bucket = self._bucket(rows)
         pieces = pieces_scored(rows, self._slots)
         scores = [self._stand_in.logits(len(piece)) for piece in pieces]
         return [*self._stand_in.forward(bucket or rows.num_tokens), *scores]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -52,6 +52,7 @@ class CoreDevice:
     vocab_size: int
     max_model_len: int
     device_kind: DeviceKind
+    adapters: Mapping[str, str]
     num_host_blocks: int = 0
     host_load_s: float = 0.0
 
@@ -96,17 +97,16 @@ class VllmCore:
         images = VllmImages(model) if model.is_multimodal_model else None
         self.image_processor = images if images is not None and images.max_images else None
         self.limits = replace(
-            Limits.of(config, self.device),
-            adapters={it.name: it.digest for it in adapters},
+            Limits.of(config, self._device({it.name: it.digest for it in adapters})),
             max_images=0 if images is None else images.max_images,
         )
 
-    @property
-    def device(self) -> CoreDevice:
+    def _device(self, adapters: Mapping[str, str]) -> CoreDevice:
         model = self._config.model_config
         # One block is never used: vLLM's null block.
         num_blocks = self._pool.num_gpu_blocks - 1
-        return CoreDevice(num_blocks, model.get_vocab_size(), model.max_model_len, _device_kind())
+        size = num_blocks, model.get_vocab_size(), model.max_model_len
+        return CoreDevice(*size, _device_kind(), adapters)
 
     @property
     def num_free_blocks(self) -> int:

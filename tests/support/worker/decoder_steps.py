@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from worker.device.kv_cache import KVCache
 from worker.engine.limits import blocks_for
 from worker.engine.plan import Row, Rows
 from worker.model import weights
+from worker.model.adapter_weights import load_adapters
 from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.decoder import Decoder
 from worker.model.families import read_spec
@@ -48,10 +50,16 @@ class SteppedModel:
         self._build_attention = build_attention
 
     @torch.inference_mode()
-    def logits(self, sequences: Sequence[list[int]], steps: Sequence[Step]) -> list[Tensor] | None:
+    def logits(
+        self,
+        sequences: Sequence[list[int]],
+        steps: Sequence[Step],
+        adapters: Sequence[int] | None = None,
+    ) -> list[Tensor] | None:
         """Logits [tokens, vocab] after each token of each sequence on rank 0, None elsewhere.
 
-        ``steps`` compute the sequences' tokens, each in its order.
+        ``steps`` compute the sequences' tokens, each in its order. ``adapters`` are the numbers of
+        the sequences' adapters.
         """
         tables = _scattered_tables([len(sequence) for sequence in sequences])
         attention = self._build_attention(self._cache(sum(map(len, tables))))
@@ -63,7 +71,7 @@ class SteppedModel:
                 tokens = tuple(sequences[which][done[which] : done[which] + count])
                 rows.append(Row(which, tokens, done[which], tables[which], True))
                 done[which] += count
-            logits = self._step(rows, attention)
+            logits = self._step(rows, attention, adapters)
             if logits is not None:
                 for row, part in zip(
                     rows, logits.split([len(r.tokens) for r in rows]), strict=True
@@ -72,12 +80,17 @@ class SteppedModel:
         return [torch.cat(part) for part in parts] if all(parts) else None
 
     @torch.inference_mode()
-    def hidden(self, sequences: Sequence[list[int]], sites: list[int] | None) -> Tensor:
+    def hidden(
+        self,
+        sequences: Sequence[list[int]],
+        sites: list[int] | None,
+        adapters: Sequence[int] | None = None,
+    ) -> Tensor:
         """Hidden states of the tokens at ``sites`` of one step that computes all sequences."""
         tables = _scattered_tables([len(sequence) for sequence in sequences])
         attention = self._build_attention(self._cache(sum(map(len, tables))))
         rows = [Row(i, tuple(s), 0, tables[i], True) for i, s in enumerate(sequences)]
-        return self._forward(Rows.of(rows), attention, sites)
+        return self._forward(Rows.of(rows), attention, sites, adapters)
 
     def opened(self, length: int) -> OpenSequence:
         """Return a sequence of at most ``length`` tokens, which is computed as its tokens come."""
@@ -85,16 +98,25 @@ class SteppedModel:
         attention = self._build_attention(self._cache(len(table)))
         return OpenSequence(table, lambda row: self._step([row], attention))
 
-    def _step(self, rows: list[Row], attention: AttentionBackend) -> Tensor | None:
-        logits = self._model.logits(self._forward(Rows.of(rows), attention, None))
+    def _step(
+        self, rows: list[Row], attention: AttentionBackend, adapters: Sequence[int] | None = None
+    ) -> Tensor | None:
+        logits = self._model.logits(self._forward(Rows.of(rows), attention, None, adapters))
         return None if logits is None else logits.clone()
 
-    def _forward(self, step: Rows, attention: AttentionBackend, sites: list[int] | None) -> Tensor:
+    def _forward(
+        self,
+        step: Rows,
+        attention: AttentionBackend,
+        sites: list[int] | None,
+        adapters: Sequence[int] | None,
+    ) -> Tensor:
         return self._model.forward(
             torch.from_numpy(step.tokens),
             torch.from_numpy(step.positions),
             attention.prepare(step),
             None if sites is None else torch.tensor(sites, dtype=torch.int64),
+            None if adapters is None else step.spread(np.array(adapters)[step.slots]),
         )
 
     def _cache(self, num_blocks: int) -> KVCache:
@@ -132,12 +154,14 @@ class SteppedDecoder(SteppedModel):
         build_attention: Callable[[KVCache], AttentionBackend] = choose_attention,
         weights_dtype: torch.dtype | None = None,
         packed: torch.dtype | None = None,
+        adapters: Sequence[str] = (),
     ) -> None:
         pointwise = choose_pointwise(dtype, CPU)
         place = Placement(group or Group.single(), dtype, CPU, pointwise, weights_dtype)
         spec = weights.with_stored_scales(read_spec(directory), directory)
         decoder = Decoder(spec, max_model_len, place)
         weights.load(decoder, directory)
+        load_adapters(decoder, spec, adapters, Path(directory), place)
         optimize_for_cpu(decoder, spec, dtype, packed)
         self.decoder = decoder
         kv_heads = local_kv_heads(spec.num_kv_heads, place.group.size)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,10 +54,10 @@ def lack_memory(every: int) -> None:
     """
     compute, sums = RowLinear.__call__, count(1)
 
-    def computed(linear: RowLinear, x: Tensor) -> Tensor:
+    def computed(linear: RowLinear, x: Tensor, *adapters: Any) -> Tensor:
         if len(x) > 1 and next(sums) % every == 0:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return compute(linear, x)
+        return compute(linear, x, *adapters)
 
     build.choose_stack = lambda plain, _: plain
     RowLinear.__call__ = computed  # type: ignore[assignment, method-assign]

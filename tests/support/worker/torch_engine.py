@@ -76,6 +76,7 @@ class RecordingRunner:
         self.vocab_size = runner.vocab_size
         self.max_model_len = runner.max_model_len
         self.device_kind = runner.device_kind
+        self.adapters = runner.adapters
         self.unready_slots = runner.unready_slots
         self.release = runner.release
         self.close = runner.close

@@ -45,10 +45,10 @@ def test_digest_covers_weights_and_config(change: Mapping[str, Any], tmp_path: P
 @pytest.mark.parametrize(
     ("fields", "cause"),
     [
-        ({"rank": 513}, "adapter 'a': rank 513 is above vLLM's limit of 512"),
+        ({"rank": 513}, "adapter 'a': rank 513 is above the limit of 512"),
         ({"r": 0}, "must have a rank r of at least 1, not 0"),
         ({"peft_type": "IA3"}, "peft_type 'IA3'; only LORA is supported"),
-        ({"use_dora": True, "bias": "all"}, "uses use_dora, bias, which vLLM does not support"),
+        ({"use_dora": True, "bias": "all"}, "uses use_dora, bias, which is not supported"),
     ],
 )
 def test_unsupported_adapter_is_refused(
@@ -104,7 +104,7 @@ async def test_bad_adapter_is_reported_before_the_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "cause"),
     [
-        ({"adapters": ["a=/x"]}, r"^adapters need worker\.engine: vllm; Everlift's own engine"),
+        ({"adapters": ["a=/x"], "model": "fake"}, "^adapters need a model; the model 'fake' has"),
         ({"adapters": ["a=/x", "a=/y"], "worker": VLLM}, "^adapters names 'a' twice"),
         ({"adapters": ["demo_model=/x"], "worker": VLLM}, "'demo_model', which is a name of the"),
         (

@@ -58,6 +58,7 @@ class TableModel:
         positions: Tensor,
         attention: object,
         sites: Tensor | None = None,
+        adapters: object = None,
     ) -> Tensor:
         self.log.append("forward")
         self.seen.append(tokens.tolist())
@@ -155,6 +156,7 @@ class Greedy(TableModel):
         positions: Tensor,
         attention: object,
         sites: Tensor | None = None,
+        adapters: object = None,
     ) -> Tensor:
         if self._error is not None:
             raise self._error

@@ -1,0 +1,188 @@
+"""LoRA adapters in a linear layer: y += scaling * B (A x), with the matrices of each row's adapter.
+
+On a CPU the rows of all adapters are one C++ call, or a part of the compiled decoder's (lora.h). A
+row then has the same bits in any batch, whichever adapters the other rows have. Without compiled
+code, and on a GPU, torch computes one adapter after the other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from worker.device.upload import upload
+from worker.engine.plan import Ints
+from worker.native import native
+
+_SOURCE = Path(__file__).with_name("lora.cpp")
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
+#: Padding of the matrices, as in lora.h: ranks and inputs of A, and outputs of B.
+_PADDED_RANKS, _PADDED_INPUTS, _PANEL = 4, 16, 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRank:
+    """Matrices of an adapter for consecutive outputs of a linear layer, the first being ``first``.
+
+    ``a`` is [ranks, inputs] and ``b`` [outputs, ranks].
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+    first: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return len(self.a)
+
+
+class _Part(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("a", "b")),
+        *((name, _SIZE) for name in ("ranks", "first", "outputs")),
+        ("scaling", ctypes.c_float),
+    )
+
+
+class _Parts(ctypes.Structure):
+    _fields_ = (("parts", _POINTER), ("number", _SIZE))
+
+
+class NativeAdapters(ctypes.Structure):
+    """Linear of lora.h."""
+
+    _fields_ = (
+        ("adapters", _POINTER),
+        *((name, _SIZE) for name in ("inputs", "outputs", "most_ranks", "most_panels")),
+    )
+
+
+class StepAdapters:
+    """Adapters of a step's tokens: ``numbers`` [T] count from 1, and are 0 for the model itself."""
+
+    def __init__(self, numbers: Ints, device: torch.device) -> None:
+        self.numbers = torch.from_numpy(numbers)
+        self._device = device
+
+    @cached_property
+    def rows(self) -> list[tuple[int, Tensor]]:
+        """Number of each adapter in the step, and the indices of its tokens on the device."""
+        numbers = sorted({*self.numbers.tolist()} - {0})
+        return [
+            (number, upload((self.numbers == number).nonzero()[:, 0], self._device))
+            for number in numbers
+        ]
+
+
+class LinearAdapters:
+    """Matrices of all adapters of one linear layer, or of this rank's share of it.
+
+    ``adapters`` has the matrices of each adapter, which are copied. They have the type ``dtype`` of
+    the layer's inputs and outputs.
+    """
+
+    def __init__(
+        self,
+        adapters: Sequence[Sequence[LowRank]],
+        inputs: int,
+        outputs: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._library = lora_library(dtype) if device.type == "cpu" else None
+        self._parts = [
+            [
+                LowRank(
+                    part.a.to(device, dtype), part.b.to(device, dtype), part.scaling, part.first
+                )
+                for part in parts
+            ]
+            for parts in adapters
+        ]
+        #: keeps the memory alive that the structures point to
+        self._packed: list[object] = []
+        #: structure for C++, valid as long as this object exists; None without compiled code
+        self.native: NativeAdapters | None = None
+        if self._library is not None:
+            self.native, self._parts = self._packed_adapters(inputs, outputs), []
+
+    @property
+    def most_ranks(self) -> int:
+        """Elements of work space that C++ needs for each token."""
+        return 0 if self.native is None else int(self.native.most_ranks)
+
+    def add(self, step: StepAdapters, x: Tensor, y: Tensor) -> Tensor:
+        """Add the products of ``x`` [T, inputs] to ``y`` [T, outputs], and return ``y``."""
+        if self._library is None:
+            for number, rows in step.rows:
+                for part in self._parts[number - 1]:
+                    low = functional.linear(x[rows], part.a) * part.scaling
+                    end = part.first + len(part.b)
+                    y[rows, part.first : end] += functional.linear(low, part.b)
+            return y
+        x, number = x.contiguous(), len(x)
+        assert y.is_contiguous() and len(step.numbers) == number
+        memory = torch.empty(number * self.most_ranks)
+        self._library.update(
+            self.native,
+            step.numbers.data_ptr(),
+            number,
+            x.data_ptr(),
+            y.data_ptr(),
+            memory.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return y
+
+    def _packed_adapters(self, inputs: int, outputs: int) -> NativeAdapters:
+        # Number 0 is the model itself.
+        adapters = (_Parts * (len(self._parts) + 1))(
+            _Parts(None, 0), *(self._packed_parts(parts) for parts in self._parts)
+        )
+        self._packed.append(adapters)
+        ranks = (sum(map(_padded_ranks, parts)) for parts in self._parts)
+        panels = (sum(-(-len(part.b) // _PANEL) for part in parts) for parts in self._parts)
+        most = max(ranks, default=0), max(panels, default=0)
+        return NativeAdapters(ctypes.addressof(adapters), inputs, outputs, *most)
+
+    def _packed_parts(self, parts: Sequence[LowRank]) -> _Parts:
+        array = (_Part * len(parts))(*map(self._packed_part, parts))
+        self._packed.append(array)
+        return _Parts(ctypes.addressof(array), len(parts))
+
+    def _packed_part(self, part: LowRank) -> _Part:
+        (ranks, inputs), outputs = part.a.shape, len(part.b)
+        padding = 0, -inputs % _PADDED_INPUTS, 0, -ranks % _PADDED_RANKS
+        a = functional.pad(part.a, padding).contiguous()
+        b = functional.pad(part.b, (0, 0, 0, -outputs % _PANEL))
+        b = b.view(-1, _PANEL, ranks).transpose(1, 2).contiguous()
+        self._packed += [a, b]
+        return _Part(a.data_ptr(), b.data_ptr(), ranks, part.first, outputs, part.scaling)
+
+
+def _padded_ranks(part: LowRank) -> int:
+    return part.ranks + -part.ranks % _PADDED_RANKS
+
+
+@cache
+def lora_library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """Return the compiled lora.cpp, or None, with the cause logged, if it cannot be compiled."""
+    library = native.compiled(_SOURCE, lora_flags(dtype))
+    if library is not None:
+        pointers = ctypes.POINTER(NativeAdapters), _POINTER, _SIZE, _POINTER, _POINTER, _POINTER
+        library.update.argtypes = (*pointers, ctypes.c_int)
+        library.update.restype = None
+    return library
+
+
+def lora_flags(dtype: torch.dtype) -> tuple[str, ...]:
+    """Return the library's compiler flags for inputs and outputs of ``dtype``."""
+    return (f"-D{native.DTYPES[dtype]}",)
