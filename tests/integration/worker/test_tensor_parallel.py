@@ -17,12 +17,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from tests.support.router.session_support import Router
 from tests.support.worker.decoder_steps import SteppedDecoder
 from tests.support.worker.families import CHECKPOINTS, save_family
 from tests.support.worker.llama_support import SIZES, save_llama
-from tests.support.worker.tensor_parallel_rank import MAX_POSITION, parameter_bytes, steps
+from tests.support.worker.peft_adapters import save_adapters
+from tests.support.worker.tensor_parallel_rank import (
+    MAX_POSITION,
+    adapted_logits,
+    parameter_bytes,
+    steps,
+)
 from tests.support.worker.tensor_parallel_worker import NUM_BLOCKS, build_ahead, config
 from tests.support.worker.torch_engine import TorchEngine, greedy_jobs, starts
 from worker.parallel.group import Group, create_store
@@ -49,12 +56,22 @@ MODELS: dict[str, dict[str, Any]] = {
 SERVED = ("qwen2_moe, a dense layer", "olmoe, one KV head, clip, biases, normalised")
 
 
+#: Families with adapters: biases, fused layers, norms after a branch, a mixture of experts.
+ADAPTED = (
+    "llama, biases, llama3 rope",
+    "phi3, part of a head, long longrope",
+    "gemma2, softcaps",
+    "qwen2_moe, a dense layer",
+)
+
+
 @dataclass(frozen=True)
 class Ranks:
     """Results of all ranks for all models, and rank 0's logits of all families."""
 
     models: dict[str, str]
     families: dict[str, str]
+    adapters: dict[str, list[str]]
     results: list[dict[str, Any]]
     logits: Path
 
@@ -88,9 +105,19 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         for i, (name, checkpoint) in enumerate(CHECKPOINTS.items())
     }
     models |= {name: families[name] for name in SERVED}
-    task = {"models": [*models.values()], "families": [*families.values()], "logits": str(logits)}
+    adapters = {
+        name: save_adapters(root / "adapters" / name, Path(families[name]), CHECKPOINTS[name])
+        for name in ADAPTED
+    }
     size, shares_memory = request.param
-    return Ranks(models, families, run_ranks(task | {"shares_memory": shares_memory}, size), logits)
+    task = {
+        "models": [*models.values()],
+        "families": [*families.values()],
+        "adapted": {families[name]: texts for name, texts in adapters.items()},
+        "logits": str(logits),
+        "shares_memory": shares_memory,
+    }
+    return Ranks(models, families, adapters, run_ranks(task, size), logits)
 
 
 def run_ranks(work: dict[str, Any], size: int) -> list[dict[str, Any]]:
@@ -147,8 +174,19 @@ def test_ranks_agree_on_sampling_launched_ahead(ranks: Ranks) -> None:
 def test_tensor_parallel_logits_match_those_of_one_rank(family: str, ranks: Ranks) -> None:
     directory = Path(ranks.families[family])
     alone = SteppedDecoder(directory, MAX_POSITION).logits(prompts(), steps(prompts()))
+    assert_logits_match(load_file(ranks.logits / directory.name), alone)
+
+
+@pytest.mark.parametrize("family", ADAPTED)
+def test_adapted_logits_of_ranks_match_those_of_one(family: str, ranks: Ranks) -> None:
+    directory = Path(ranks.families[family])
+    texts = ranks.adapters[family]
+    alone = adapted_logits(directory, prompts(), Group.single(), texts)
+    assert_logits_match(load_file(ranks.logits / f"{directory.name}.adapted"), alone)
+
+
+def assert_logits_match(together: dict[str, Tensor], alone: list[Tensor] | None) -> None:
     assert alone is not None
-    together = load_file(ranks.logits / directory.name)
     for i, logits in enumerate(alone):
         # Logits of 10 are 1.0e-4 to 1.7e-4 from their fp64 values, here and in transformers.
         atol = max(1e-4, 2e-5 * float(logits.abs().max()))

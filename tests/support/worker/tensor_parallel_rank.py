@@ -1,21 +1,24 @@
 """Rank of a tensor-parallel engine: python -m tests.support.worker.tensor_parallel_rank TASK.
 
 TASK is JSON: {"store", "rank", "size", "shares_memory", "models": [directory, ...], "prompts",
-"families": [directory, ...], "logits": directory}. Prints JSON: {"outputs": {model: tokens of each
-prompt}, "ahead": the same of steps that are launched ahead, "sampled": tokens of sampled_jobs() by
-the first model, in either way, "parameter_bytes": {model or family: n}}; rank 0 saves each family's
-logits of all prompts under "logits", by its directory's name.
+"families": [directory, ...], "adapted": {family: its adapters}, "logits": directory}. Prints JSON:
+{"outputs": {model: tokens of each prompt}, "ahead": the same of steps that are launched ahead,
+"sampled": tokens of sampled_jobs() by the first model, in either way, "parameter_bytes": {model or
+family: n}}; rank 0 saves each family's logits of all prompts under "logits", by its directory's
+name, and those with adapters with the suffix .adapted.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from everlift.end_tokens import end_token_ids
 from tests.support.worker.decoder_steps import Step, SteppedDecoder
@@ -44,6 +47,8 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
     models, families = task["models"], task["families"]
     for family in families:
         save_logits(Path(family), task, group)
+    for family, adapters in task["adapted"].items():
+        save_logits(Path(family), task, group, adapters)
     result = {
         "outputs": {m: engine(m, group).serve(jobs) for m in models},
         "ahead": {m: engine(m, group, ahead=True).serve(jobs) for m in models},
@@ -66,12 +71,23 @@ def sampled(model: str, group: Group, ahead: bool) -> list[list[int]]:
     )
 
 
-def save_logits(family: Path, task: dict[str, Any], group: Group) -> None:
-    prompts = task["prompts"]
-    logits = SteppedDecoder(family, MAX_POSITION, group).logits(prompts, steps(prompts))
+def save_logits(
+    family: Path, task: dict[str, Any], group: Group, adapters: Sequence[str] = ()
+) -> None:
+    logits = adapted_logits(family, task["prompts"], group, adapters)
     if logits is not None:
         named = {str(i): part.contiguous() for i, part in enumerate(logits)}
-        save_file(named, Path(task["logits"]) / family.name)
+        suffix = ".adapted" if adapters else ""
+        save_file(named, Path(task["logits"]) / f"{family.name}{suffix}")
+
+
+def adapted_logits(
+    family: Path, prompts: list[list[int]], group: Group, adapters: Sequence[str]
+) -> list[Tensor] | None:
+    """Logits of the prompts, each with another adapter or with none; see SteppedModel.logits."""
+    decoder = SteppedDecoder(family, MAX_POSITION, group, adapters=adapters)
+    numbers = [i % (len(adapters) + 1) for i in range(len(prompts))]
+    return decoder.logits(prompts, steps(prompts), numbers if adapters else None)
 
 
 def steps(prompts: list[list[int]]) -> list[Step]:

@@ -26,11 +26,16 @@ from worker.runner.sampled_tokens import LastTokens
 
 @dataclass(frozen=True)
 class Job:
-    """``sampling.seed`` tells whose rows are whose, so no two jobs of an engine share one."""
+    """``sampling.seed`` tells whose rows are whose, so no two jobs of an engine share one.
+
+    ``output`` is the beginning of the output, if another engine has made it already.
+    """
 
     prompt: list[int]
     max_tokens: int
     sampling: SamplingParams
+    adapter: str = ""
+    output: tuple[int, ...] = ()
 
 
 def greedy_jobs(prompts: Sequence[list[int]], max_tokens: int) -> list[Job]:
@@ -44,7 +49,16 @@ def greedy_jobs(prompts: Sequence[list[int]], max_tokens: int) -> list[Job]:
 def starts(jobs: Sequence[Job], stop_token_ids: Sequence[int]) -> list[session_pb2.Start]:
     """Their epochs count from 1."""
     return [
-        start(epoch, j.prompt, j.max_tokens, sampling=j.sampling, stop_token_ids=stop_token_ids)
+        start(
+            epoch,
+            j.prompt,
+            j.max_tokens,
+            j.output,
+            sampling=j.sampling,
+            stop_token_ids=stop_token_ids,
+            salt=j.adapter.encode(),
+            adapter=j.adapter,
+        )
         for epoch, j in enumerate(jobs, 1)
     ]
 

@@ -84,9 +84,11 @@ def start(
     predicted_tokens: int = 0,
     session: int = 0,
     expected_cached_tokens: int = 0,
+    adapter: str = "",
 ) -> session_pb2.Start:
     return session_pb2.Start(
         epoch=epoch,
+        adapter=adapter,
         choice=choice,
         request_id=f"request-{epoch}",
         prompt_ids=prompt,
