@@ -35,12 +35,16 @@ _EVERYTHING = SamplingParams(
 
 
 def largest_steps(
-    max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_drafts: int
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    num_drafts: int,
+    adapter: str = "",
 ) -> tuple[Plan, Plan]:
     """Return the plans of the two largest steps: one of prompts, and one of decodes with drafts.
 
-    Both have one row for each of ``max_num_seqs`` sequences. All rows have the same block table,
-    which begins with block 0.
+    Both have one row for each of ``max_num_seqs`` sequences, which have the LoRA adapter
+    ``adapter``. All rows have the same block table, which begins with block 0.
     """
     num_drafts = min(num_drafts, max_num_batched_tokens // max_num_seqs - 1, max_model_len - 2)
     longest = max_model_len - 1 - num_drafts
@@ -53,7 +57,8 @@ def largest_steps(
         Row(slot, drafted, n, table, samples=True, num_drafts=num_drafts)
         for slot, n in enumerate(lengths)
     ]
-    return Plan(1, Rows.of(prompts), tuple(map(_admission, prompts))), Plan(2, Rows.of(decodes))
+    admissions = tuple(_admission(row, adapter) for row in prompts)
+    return Plan(1, Rows.of(prompts), admissions), Plan(2, Rows.of(decodes))
 
 
 def num_blocks(plans: tuple[Plan, ...]) -> int:
@@ -61,8 +66,16 @@ def num_blocks(plans: tuple[Plan, ...]) -> int:
     return max(int(plan.rows.tables.shape[1]) for plan in plans)
 
 
-def _admission(row: Row) -> Admission:
-    return Admission(row.slot, row.tokens, len(row.tokens), _EVERYTHING, frozenset(), choice=0)
+def _admission(row: Row, adapter: str) -> Admission:
+    return Admission(
+        row.slot,
+        row.tokens,
+        len(row.tokens),
+        _EVERYTHING,
+        frozenset(),
+        choice=0,
+        adapter=adapter,
+    )
 
 
 def profile_run(
@@ -235,6 +248,7 @@ def profile(
         config.batched_tokens(kind_of(place.device)),
         loaded.max_model_len,
         config.speculation.num_draft_tokens,
+        next(iter(loaded.adapters), ""),
     )
     scratch = Assembly.of(config, loaded, place, num_blocks(plans))
     scratch_bytes = scratch.cache.tensor.nbytes

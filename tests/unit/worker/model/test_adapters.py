@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from cluster.config import DEMO_MODEL, Config
 from cluster.errors import ClusterFailed
@@ -17,7 +18,8 @@ from cluster.model import fetched
 from everlift.errors import SettingsError
 from everlift.settings import load
 from tests.support.worker.lora_files import write_adapter
-from worker.model.adapters import BadAdapter, read_adapters
+from worker.model.adapters import AdaptedLinear, BadAdapter, adapted_linears, read_adapters
+from worker.model.families import read_spec
 
 VLLM = {"engine": "vllm"}
 
@@ -49,6 +51,7 @@ def test_digest_covers_weights_and_config(change: Mapping[str, Any], tmp_path: P
         ({"r": 0}, "must have a rank r of at least 1, not 0"),
         ({"peft_type": "IA3"}, "peft_type 'IA3'; only LORA is supported"),
         ({"use_dora": True, "bias": "all"}, "uses use_dora, bias, which is not supported"),
+        ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4', which also changes the model"),
     ],
 )
 def test_unsupported_adapter_is_refused(
@@ -91,14 +94,101 @@ def test_layers_of_a_vision_tower_are_not_compared(tmp_path: Path) -> None:
     assert adapter.rank == 4
 
 
-async def test_bad_adapter_is_reported_before_the_start(tmp_path: Path) -> None:
+def linears(directory: Path, **config: Any) -> dict[str, AdaptedLinear]:
+    """Linear layers of the adapter in a directory, of the demo model, with other settings."""
+    path = directory / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    [adapter] = read_adapters([f"a={directory}"], DEMO_MODEL)
+    return adapted_linears(adapter, read_spec(DEMO_MODEL))
+
+
+def test_adapted_linears_have_shapes_and_scaling(tmp_path: Path) -> None:
+    write_adapter(tmp_path, DEMO_MODEL, seed=1, rank=4, lora_alpha=3)
+    spec = read_spec(DEMO_MODEL)
+    found = linears(tmp_path)
+    assert len(found) == 4 * spec.num_layers
+    up = found["layers.1.mlp.up_proj"]
+    assert (up.a.shape, up.b.shape) == ((4, spec.hidden_size), (spec.intermediate_size, 4))
+    assert up.scaling == 3 / 4
+    patterns = {"layers.1.mlp.up_proj": 10, "up_proj": 5, ".*": 6}
+    found = linears(tmp_path, use_rslora=True, alpha_pattern=patterns)
+    scalings = [found[f"layers.{name}"].scaling for name in ("1.mlp.up_proj", "0.mlp.up_proj")]
+    assert scalings == [10 / 2, 5 / 2] and found["layers.0.self_attn.q_proj"].scaling == 6 / 2
+
+
+@pytest.mark.parametrize(
+    ("config", "cause"),
+    [
+        (
+            {"r": 5},
+            r"^adapter 'a': model\.layers\.0\.\S+ has lora_A \(4, 128\) and .* rank 5 require",
+        ),
+        ({"rank_pattern": {"o_proj": 7}}, r"layers\.0\.self_attn\.o_proj has .* rank 7 require"),
+        ({"lora_alpha": None}, "must have a number as lora_alpha, not None"),
+        ({"alpha_pattern": {"(": 1}}, "adapter 'a': missing \\), unterminated subpattern"),
+    ],
+)
+def test_adapted_linears_refuse_config(
+    config: Mapping[str, Any], cause: str, tmp_path: Path
+) -> None:
+    write_adapter(tmp_path, DEMO_MODEL, seed=1)
+    with pytest.raises(BadAdapter, match=cause):
+        linears(tmp_path, **config)
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("lm_head.lora_A.weight", "engine does not adapt lm_head: only layers of the model"),
+        ("model.embed_tokens.lora_embedding_A", "model.embed_tokens.lora_embedding_A is not supp"),
+        (
+            "model.layers.0.mlp.experts.3.up_proj.lora_A.weight",
+            r"mlp\.experts\.3\.up_proj: only self",
+        ),
+        (
+            "model.layers.0.mlp.gate_proj.lora_A.weight",
+            "gate_proj must have both lora_A and lora_B",
+        ),
+        ("model.layers.0.input_layernorm.lora_B.weight", "does not adapt .*input_layernorm: only"),
+    ],
+)
+def test_adapted_linears_refuse_tensor(name: str, cause: str, tmp_path: Path) -> None:
+    write_adapter(tmp_path, DEMO_MODEL, seed=1)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    more = {f"base_model.model.{name}": torch.ones(4, 128)}
+    save_file(tensors | more, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(BadAdapter, match=cause):
+        linears(tmp_path)
+
+
+@pytest.mark.parametrize("worker", [VLLM, {}], ids=["vllm", "own engine"])
+async def test_bad_adapter_is_reported_before_the_start(
+    worker: Mapping[str, str], tmp_path: Path
+) -> None:
     write_adapter(tmp_path / "a", DEMO_MODEL, seed=1)
-    given = {"model": str(DEMO_MODEL), "worker": VLLM, "adapters": [f"a={tmp_path / 'a'}"]}
+    given = {"model": str(DEMO_MODEL), "worker": worker, "adapters": [f"a={tmp_path / 'a'}"]}
     config = load(Config, given)
     assert await fetched(config) == config
     (tmp_path / "a" / "adapter_config.json").write_text("[]")
     with pytest.raises(ClusterFailed, match=r"adapter 'a': .* is not a JSON object"):
         await fetched(config)
+
+
+async def test_unsupported_adapter_is_reported_before_the_start(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "a", DEMO_MODEL, seed=1, lora_alpha="large")
+    given = {"model": str(DEMO_MODEL), "adapters": [f"a={tmp_path / 'a'}"]}
+    with pytest.raises(ClusterFailed, match=r"adapter 'a': .* as lora_alpha, not 'large'"):
+        await fetched(load(Config, given))
+    # vLLM reads the file itself.
+    await fetched(load(Config, given | {"worker": VLLM}))
+
+
+async def test_adapter_of_transformers_modules_is_refused(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "a", DEMO_MODEL, seed=1)
+    AutoConfig.for_model("gpt2", architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path / "m")
+    given = {"model": str(tmp_path / "m"), "adapters": [f"a={tmp_path / 'a'}"]}
+    with pytest.raises(ClusterFailed, match="not supported for models that run through"):
+        await fetched(load(Config, given))
 
 
 @pytest.mark.parametrize(

@@ -47,3 +47,8 @@ def test_largest_steps_respect_limits(
     prompts, _ = plans
     drafts = int(plans[1].rows.num_drafts.max())
     assert prompts.num_tokens == min(tokens, max_num_seqs * (max_model_len - 1 - drafts))
+
+
+def test_largest_steps_have_the_adapter() -> None:
+    prompts, _ = largest_steps(3, 100, 4096, num_drafts=0, adapter="sql")
+    assert [admission.adapter for admission in prompts.admissions] == ["sql"] * 3

@@ -50,6 +50,7 @@ class TableModel:
         self.table = TABLE.clone()
         self.log = [] if log is None else log
         self.seen: list[list[int]] = []
+        self.adapters: list[Any] = []
         self._rank = rank
 
     def forward(
@@ -62,6 +63,7 @@ class TableModel:
     ) -> Tensor:
         self.log.append("forward")
         self.seen.append(tokens.tolist())
+        self.adapters.append(adapters)
         return tokens.unsqueeze(1) if sites is None else tokens[sites].unsqueeze(1)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
@@ -114,6 +116,7 @@ def build(
     group: Group | None = None,
     host: HostCache | None = None,
     last_tokens: LastTokens | None = None,
+    adapters: Sequence[str] = (),
 ) -> TorchRunner:
     place = Placement(group or Group.single(), torch.float32, torch.device("cpu"))
     cache = KVCache(3, 1, 1, 4, torch.float32, place.device)
@@ -121,7 +124,15 @@ def build(
     attention: Any = NoAttention()
     host_cache: Any = host
     return TorchRunner(
-        VOCAB, 400, model, cache, attention, place, host_cache, last_tokens=last_tokens
+        VOCAB,
+        400,
+        model,
+        cache,
+        attention,
+        place,
+        host_cache,
+        last_tokens=last_tokens,
+        adapters=dict.fromkeys(adapters, "digest"),
     )
 
 
@@ -421,6 +432,46 @@ def test_runner_closes_graphs_before_group() -> None:
     runner._graphs = graphs
     runner.close()
     assert ended == ["graphs", "group"]
+
+
+# adapters
+
+
+def adapted(slot: int, adapter: str) -> Admission:
+    return replace(admission(GREEDY, (1, 2), slot=slot), adapter=adapter)
+
+
+def test_runner_numbers_the_adapters_of_tokens() -> None:
+    model = TableModel()
+    runner = build(model, adapters=("a", "b"))
+    admissions = [adapted(0, "b"), adapted(1, ""), adapted(2, "a")]
+    rows = row(0, (3,)), row(1, (4, 5)), row(2, (6, 7, 8))
+    runner.execute(plan(*rows, admissions=admissions))
+    assert model.adapters.pop().tolist() == [2, 0, 0, 1, 1, 1]
+    runner.execute(plan(row(2, (9,), 3), row(0, (9,), 1)))
+    assert model.adapters.pop().tolist() == [1, 2]
+    runner.execute(plan(row(1, (9,), 2)))
+    assert model.adapters.pop() is None
+    runner.release([0])
+    runner.execute(plan(row(0, (3,)), row(2, (6,)), admissions=[adapted(0, ""), adapted(2, "b")]))
+    assert model.adapters.pop().tolist() == [0, 2]
+
+
+def test_runner_captures_no_step_with_adapters() -> None:
+    model = TableModel()
+    runner = build(model, adapters=("a",))
+    replayed: list[Rows] = []
+
+    def run(rows: Rows, parcel: object) -> Tensor:
+        replayed.append(rows)
+        return torch.from_numpy(rows.tokens).unsqueeze(1)
+
+    graphs: Any = SimpleNamespace(bucket=lambda rows: 2, run=run)
+    runner._graphs = graphs
+    runner.execute(plan(row(0, (3,)), row(1, (4,)), admissions=[adapted(0, ""), adapted(1, "")]))
+    assert len(replayed) == 1 and not model.seen
+    runner.execute(plan(row(0, (3,)), row(1, (4,)), admissions=[adapted(1, "a")]))
+    assert len(replayed) == 1 and model.adapters.pop().tolist() == [0, 1]
 
 
 # ranks
