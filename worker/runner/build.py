@@ -46,10 +46,10 @@ log = logs.get_logger(__name__)
 def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOPPED) -> TorchRunner:
     """Load the rank's share of ``config.model``, allocate its KV cache, and return its runner.
 
-    A collective: all ranks must call it. Raises ModelUnavailable if the model's files cannot be
-    obtained, UnsupportedModel or BadCheckpoint if the model cannot be run or read, BadAdapter if
-    one of its adapters cannot, and ValueError if the device does not exist, has too little memory,
-    or does not support the configured quantization. Sets torch's number of threads.
+    A collective: all ranks must call it. Sets torch's number of threads. Raises ModelUnavailable if
+    files of the model or of an adapter cannot be obtained, and UnsupportedModel, BadCheckpoint or
+    BadAdapter if they cannot be run or read. Raises ValueError if the device does not exist, has
+    too little memory, or does not support the configured quantization.
     """
     use_threads(config.num_threads)
     bound_caches()

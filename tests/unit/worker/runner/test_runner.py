@@ -452,9 +452,11 @@ def test_runner_numbers_the_adapters_of_tokens() -> None:
     assert model.adapters.pop().tolist() == [1, 2]
     runner.execute(plan(row(1, (9,), 2)))
     assert model.adapters.pop() is None
-    runner.release([0])
+    # The engine releases no slot that it gives to another sequence in the same step.
     runner.execute(plan(row(0, (3,)), row(2, (6,)), admissions=[adapted(0, ""), adapted(2, "b")]))
     assert model.adapters.pop().tolist() == [0, 2]
+    runner.release([2])
+    assert not runner._adapter_of_slot
 
 
 def test_runner_captures_no_step_with_adapters() -> None:
