@@ -149,7 +149,10 @@ def read_spec(directory: str | Path) -> ModelSpec:
     its subclass UnsupportedArchitecture if the architecture is unknown.
     """
     config = HfConfig.read(Path(directory) / "config.json")
-    return replace(_adapter(config)(config), weight_format=read_format(config))
+    spec, weight_format = _adapter(config)(config), read_format(config)
+    if weight_format is not None and spec.tensors.stacked_experts:
+        raise UnsupportedModel(f"{weight_format.title} weights of gpt-oss are not supported")
+    return replace(spec, weight_format=weight_format)
 
 
 def _adapter(config: HfConfig) -> Callable[[HfConfig], ModelSpec]:

@@ -117,6 +117,7 @@ def test_read_spec_distinguishes_unsupported_architecture(
 QWEN = {"architectures": ["Qwen2ForCausalLM"]}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"]}
 MIXTRAL = {"architectures": ["MixtralForCausalLM"]}
+GPT_OSS = {"architectures": ["GptOssForCausalLM"], "sliding_window": 16}
 OLMOE = {"architectures": ["OlmoeForCausalLM"]}
 QWEN_MOE = {"architectures": ["Qwen2MoeForCausalLM"]}
 
@@ -134,6 +135,12 @@ QWEN_MOE = {"architectures": ["Qwen2MoeForCausalLM"]}
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
         ({"hidden_act": "relu"}, ["hidden_act", "relu", "silu"]),
         ({"quantization_config": {"bits": 4}}, ["method None", "fp8, compressed-tensors, awq"]),
+        (
+            GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}},
+            ["method 'mxfp4'", "fp8, compressed-tensors"],
+        ),
+        (GPT_OSS | {"quantization_config": {"quant_method": "fp8"}}, ["fp8", "gpt-oss"]),
+        (GPT_OSS | {"swiglu_limit": 5.0}, ["swiglu_limit", "7.0"]),
         ({"attention_bias": 1}, ["attention_bias", "true or false"]),
         ({"hidden_size": None}, ["hidden_size"]),
         ({"vocab_size": "many"}, ["vocab_size", "many"]),
