@@ -150,8 +150,14 @@ def read_spec(directory: str | Path) -> ModelSpec:
     """
     config = HfConfig.read(Path(directory) / "config.json")
     spec, weight_format = _adapter(config)(config), read_format(config)
-    if weight_format is not None and spec.tensors.stacked_experts:
-        raise UnsupportedModel(f"{weight_format.title} weights of gpt-oss are not supported")
+    if weight_format is not None:
+        is_stacked = weight_format.arrangement == "stacked"
+        if spec.tensors.stacked_experts != is_stacked:
+            supported = "mxfp4" if spec.tensors.stacked_experts else "others than mxfp4"
+            raise UnsupportedModel(
+                f"{weight_format.title} weights of this architecture are not supported; "
+                f"supported: {supported}"
+            )
     return replace(spec, weight_format=weight_format)
 
 

@@ -15,7 +15,13 @@ def read_format(config: HfConfig) -> WeightFormat | None:
     section = config.section("quantization_config") or config.section("compression_config")
     if not section:
         return None
-    readers = {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq}
+    readers = {
+        "fp8": _fp8,
+        "compressed-tensors": _compressed,
+        "awq": _awq,
+        "gptq": _gptq,
+        "mxfp4": _mxfp4,
+    }
     method = section.get("quant_method")
     if method not in readers:
         raise UnsupportedModel(
@@ -143,6 +149,13 @@ def _gptq(section: HfConfig) -> WeightFormat:
     offset = 1 if checkpoint == "gptq" else 0
     group = _group_size(section)
     return WeightFormat("gptq", codes, "gptq", group, 1, has_zeros, offset, (), "scales")
+
+
+def _mxfp4(section: HfConfig) -> WeightFormat:
+    # As stored for gpt-oss: only the experts are quantised.
+    return WeightFormat(
+        "mxfp4", "e2m1", "stacked", 32, 1, excluded=(r"re:(?!.*\.experts\.)",), scale_type="BF16"
+    )
 
 
 def _group_size(section: HfConfig) -> int | None:

@@ -38,6 +38,7 @@ class Mixture:
     def __init__(self, name: str, experts: Experts, spec: ModelSpec, place: Placement) -> None:
         self.form = experts
         self._name = name
+        self._width = spec.hidden_size
         self._is_stacked = spec.tensors.stacked_experts
         self.activation = spec.activation
         self.group = place.group
@@ -92,24 +93,29 @@ class Mixture:
     def _stacked_pieces(self, number: int) -> Iterator[Piece]:
         """Yield the pieces of an expert whose weights are stored with those of all others."""
         expert, name, experts = self.experts[number], f"{self._name}.experts", self.form.number
-        size, inputs = self.form.intermediate_size, expert.gate_up.weight.plain.shape[1]
+        size, inputs = self.form.intermediate_size, self._width
         share, this = expert.share, slice(number, number + 1)
         held, features = slice(share.num_items), slice(share.start, share.stop)
-        gate_up = expert.gate_up.weight.plain.view(2, share.width, inputs)[:, held]
-        yield Piece(
-            f"{name}.gate_up_proj",
-            (experts, inputs, 2 * size),
-            (slice(number * inputs, (number + 1) * inputs), features),
-            gate_up.permute(2, 1, 0),
-            view=(experts * inputs, size, 2),
-        )
-        yield Piece(
-            f"{name}.down_proj",
-            (experts, size, inputs),
-            (slice(number * size + share.start, number * size + share.stop),),
-            expert.down.weight.plain[:, held].t(),
-            view=(experts * size, inputs),
-        )
+        gate_up, down = expert.gate_up.weight.quantised, expert.down.weight.quantised
+        if gate_up is not None and down is not None:
+            yield from gate_up.stacked_pieces(f"{name}.gate_up_proj", number, experts)
+            yield from down.stacked_pieces(f"{name}.down_proj", number, experts)
+        else:
+            both = expert.gate_up.weight.plain.view(2, share.width, inputs)[:, held]
+            yield Piece(
+                f"{name}.gate_up_proj",
+                (experts, inputs, 2 * size),
+                (slice(number * inputs, (number + 1) * inputs), features),
+                both.permute(2, 1, 0),
+                view=(experts * inputs, size, 2),
+            )
+            yield Piece(
+                f"{name}.down_proj",
+                (experts, size, inputs),
+                (slice(number * size + share.start, number * size + share.stop),),
+                expert.down.weight.plain[:, held].t(),
+                view=(experts * size, inputs),
+            )
         assert expert.gate_up.bias is not None and expert.down.bias is not None
         yield Piece(
             f"{name}.gate_up_proj_bias",

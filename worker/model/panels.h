@@ -224,7 +224,7 @@ void tile(const Product<Out>& p, size row, size output, Ahead& ahead) {
   finish(p, sums, row, output);
 }
 
-#if defined(QUANTISED_INT8) || defined(QUANTISED_INT4) || defined(QUANTISED_E4M3)
+#if defined(QUANTISED_INT8) || defined(QUANTISED_INT4) || defined(QUANTISED_E4M3) || defined(QUANTISED_E2M1)
 
 // sums -= zero points times the sum of a group's inputs x [rows, count].
 template <int ROWS>

@@ -37,6 +37,7 @@ _CODES: dict[CodeType, str] = {
     "int8": "QUANTISED_INT8",
     "int4": "QUANTISED_INT4",
     "e4m3": "QUANTISED_E4M3",
+    "e2m1": "QUANTISED_E2M1",
 }
 #: Numbers of the types of scales in C++.
 _SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -7,7 +7,8 @@
 // The inputs are divided into groups. Each group begins with a new word. The sum of a group's products is
 // multiplied by the scale of the output and the group. A code counts from the group's zero point, if any.
 //
-// Compiled for one type of codes: QUANTISED_INT8, QUANTISED_INT4 (both two's complement) or QUANTISED_E4M3.
+// Compiled for one type of codes: QUANTISED_INT8, QUANTISED_INT4 (both two's complement), QUANTISED_E4M3 or
+// QUANTISED_E2M1 (floats).
 
 #pragma once
 
@@ -27,7 +28,7 @@ using vector::LANES;
 using size = std::int64_t;
 using Word = std::uint32_t;
 
-#if defined(QUANTISED_INT4)
+#if defined(QUANTISED_INT4) || defined(QUANTISED_E2M1)
 constexpr int BITS = 4;
 #else
 constexpr int BITS = 8;
@@ -98,12 +99,17 @@ inline float sum(const Stored* x, size number) {
 
 #if defined(__AVX512BF16__) && defined(BFLOAT16)
 
-// Table of the 16 values of a 4-bit integer as bfloat16, twice, because an index has 5 bits.
+// Table of the 16 values of a 4-bit code as bfloat16, twice, because an index has 5 bits.
 struct Table {
   alignas(64) std::uint16_t values[32] = {};
 
   constexpr Table() {
+#if defined(QUANTISED_E2M1)
+    constexpr std::uint16_t VALUES[8] = {0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0};
+    for (int i = 0; i < 32; ++i) values[i] = std::uint16_t(VALUES[i % 8] | (i % 16 < 8 ? 0 : 0x8000));
+#else
     for (int i = 0; i < 32; ++i) values[i] = bits(i % 16 < 8 ? i % 16 : i % 16 - 16);
+#endif
   }
 
   // Bits of a small integer as bfloat16.
@@ -117,7 +123,7 @@ struct Table {
 
 // Weights of the inputs 2 * pair and 2 * pair + 1.
 inline vector::Pairs decoded(__m512i words, int pair) {
-#if defined(QUANTISED_INT4)
+#if defined(QUANTISED_INT4) || defined(QUANTISED_E2M1)
   static constexpr Table TABLE;
   const __m512i index = _mm512_srli_epi32(words, BITS * pair);
   return (vector::Pairs)_mm512_permutexvar_epi16(index, _mm512_load_si512(TABLE.values));
@@ -171,6 +177,15 @@ inline Floats decoded(Ints words, int bit) {
 #if defined(QUANTISED_INT4) && defined(__AVX512F__)
   const __m512 table = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
   return (Floats)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)words, bit), table);
+#elif defined(QUANTISED_E2M1) && defined(__AVX512F__)
+  const __m512 table = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+  return (Floats)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)words, bit), table);
+#elif defined(QUANTISED_E2M1)
+  // The exponent's bias is 1, that of fp32 is 127. Codes with exponent 0 are multiples of 2^-1.
+  const Ints code = words >> bit, magnitude = code & 7;
+  const Ints normal = (magnitude << 22) + (126 << 23);
+  const Ints small = (Ints)(__builtin_convertvector(magnitude, Floats) * 0.5f);
+  return (Floats)((magnitude < 2 ? small : normal) | ((code << 28) & INT32_MIN));
 #elif defined(QUANTISED_E4M3)
   // The exponent's bias is 7, that of fp32 is 127. Codes with exponent 0 are multiples of 2^-9.
   const Ints code = words >> bit, magnitude = code & 0x7f;

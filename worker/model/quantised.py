@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -37,7 +37,9 @@ _WORD_BITS = 32
 #: Number of outputs that are dequantised at a time; it bounds the memory of their fp32 copy.
 _DEQUANTISED_TOGETHER = 1024
 #: Types in safetensors of codes that are elements.
-_ELEMENTS = {"int8": "I8", "int4": "I8", "e4m3": "F8_E4M3"}
+_ELEMENTS = {"int8": "I8", "int4": "I8", "e4m3": "F8_E4M3", "e2m1": "U8"}
+#: Numbers of the 4-bit floats, by code.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +206,47 @@ class Quantised:
         into = self.zeros[:, row // 2 : (row + len(block.outputs) + 1) // 2]
         return codes.piece(f"{block.layer}.{name}", size[::-1] if is_transposed else size, into)
 
+    def stacked_pieces(self, name: str, expert: int, experts: int) -> Iterator[Piece]:
+        """Yield the slices of the tensors ``name`` that have the weights of all ``experts``.
+
+        This weight is that of the expert number ``expert``. The outputs of its layers alternate in
+        the tensors. The scales are powers of two.
+        """
+        num_layers, column = len(self._blocks), 0
+        for layer, block in enumerate(self._blocks):
+            outputs, inputs = block.size
+            groups, held = _whole(inputs, self.format.group), self._groups_of(block)
+            rows = range(
+                expert * outputs + block.outputs.start, expert * outputs + block.outputs.stop
+            )
+            columns = block.inputs.start + layer * inputs, block.inputs.stop + layer * inputs
+            codes = _Codes(
+                partial(self._put_values, column),
+                bits=self.format.bits,
+                packed=1,
+                order=None,
+                is_transposed=False,
+                rows=rows,
+                columns=range(*columns),
+                flip=0,
+                word=torch.uint8,
+            )
+            size, into = (experts * outputs, num_layers * inputs), self.values[column:]
+            piece = codes.piece(f"{name}_blocks", size, into[: len(block.outputs)])
+            bytes_ = self.format.bits * (self.format.group or 0) // 8
+            shape = experts, num_layers * outputs, groups, bytes_
+            yield replace(piece, shape=shape, view=piece.shape)
+            first = layer * groups + held.start
+            yield Piece(
+                f"{name}_scales",
+                shape[:-1],
+                (slice(rows.start, rows.stop), slice(first, first + len(held))),
+                scales := self.scales[:, column : column + len(block.outputs)].t(),
+                _Exponents(scales, rows.start),
+                view=(experts * outputs, num_layers * groups),
+            )
+            column += block.width
+
     def _groups_of(self, block: Block) -> range:
         """Return the groups of the layer that the block's inputs are in."""
         group = self.format.group
@@ -265,9 +308,9 @@ class Quantised:
 class _Codes:
     """Writer of stored codes [rows, columns], of which only ``rows`` and ``columns`` are needed.
 
-    ``packed`` is the dimension along which 32-bit words hold several codes; ``order`` has the index
-    in a word of each of its codes. ``put`` receives codes [outputs, inputs], and the numbers of the
-    first output and input.
+    ``packed`` is the dimension along which words, of type ``word``, hold several codes; ``order``
+    has the index in a word of each of its codes. ``put`` receives codes [outputs, inputs], and the
+    numbers of the first output and input.
     """
 
     put: Callable[[Tensor, int, int], None]
@@ -280,20 +323,27 @@ class _Codes:
     flip: int
     offset: int = 0
     element: str = ""
+    word: torch.dtype = torch.int32
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.uint8 if self.packed is None else torch.int32
+        return torch.uint8 if self.packed is None else self.word
 
     @property
     def stored(self) -> tuple[str, ...]:
-        return (self.element,) if self.packed is None else ("I32",)
+        if self.packed is None:
+            return (self.element,)
+        return ("U8",) if self.word == torch.uint8 else ("I32",)
+
+    @property
+    def _per_word(self) -> int:
+        return 8 * self.word.itemsize // self.bits
 
     def piece(self, name: str, size: tuple[int, int], into: Tensor) -> Piece:
         """Return the piece of the tensor ``name`` with ``size`` codes, for the memory ``into``."""
         shape, slices = list(size), [slice(r.start, r.stop) for r in (self.rows, self.columns)]
         if self.packed is not None:
-            needed, codes = slices[self.packed], _WORD_BITS // self.bits
+            needed, codes = slices[self.packed], self._per_word
             shape[self.packed] = -(-size[self.packed] // codes)
             slices[self.packed] = slice(needed.start // codes, -(-needed.stop // codes))
         return Piece(name, tuple(shape), tuple(slices), into, self)
@@ -302,7 +352,7 @@ class _Codes:
         codes, begin, left = rows, first, self.columns.start
         if self.packed is not None:
             codes = _unpacked(rows, self.bits, self.packed, self.order)
-            per_word = _WORD_BITS // self.bits
+            per_word = self._per_word
             begin = first * per_word if self.packed == 0 else first
             left = left // per_word * per_word if self.packed == 1 else left
         needed = range(max(begin, self.rows.start), min(begin + len(codes), self.rows.stop))
@@ -321,9 +371,32 @@ class _Codes:
             self.put(codes, row, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Exponents:
+    """Writer of scales that are stored as exponents of 2, with a bias of 127.
+
+    ``first`` is the number of the row of the stored tensor whose scales are ``scales[0]``.
+    """
+
+    scales: Tensor
+    first: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        return ("U8",)
+
+    def write(self, rows: Tensor, first: int) -> None:
+        into = self.scales[first - self.first :][: len(rows), : rows.shape[1]]
+        into.copy_(torch.exp2(rows.float() - 127))
+
+
 def _unpacked(words: Tensor, bits: int, dim: int, order: tuple[int, ...] | None) -> Tensor:
     """Return the codes, one a byte, that ``words`` [rows, columns] hold along dimension ``dim``."""
-    codes = words.contiguous().view(torch.uint8).view(*words.shape, 4)
+    codes = words.contiguous().view(torch.uint8).view(*words.shape, words.itemsize)
     if bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), dim=3).flatten(2)
     if order is not None:
@@ -353,6 +426,9 @@ def _decoded(codes: Tensor, format: WeightFormat) -> Tensor:
     """Return the numbers in fp32 that ``codes`` stand for."""
     if format.codes == "e4m3":
         return codes.view(torch.float8_e4m3fn).float()
+    if format.codes == "e2m1":
+        numbers = torch.tensor([*_E2M1, *(-number for number in _E2M1)], device=codes.device)
+        return numbers[codes.int()]
     half = 1 << (format.bits - 1)
     return (codes ^ half).float() - half
 

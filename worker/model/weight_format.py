@@ -10,12 +10,14 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-#: Types of codes: two's complement integers, and floats of 4 exponent and 3 mantissa bits.
-CodeType = Literal["int8", "int4", "e4m3"]
+#: Types of codes: two's complement integers, and floats with a sign, and 4 exponent and 3 mantissa
+#: bits, or 2 exponent bits and 1 mantissa bit.
+CodeType = Literal["int8", "int4", "e4m3", "e2m1"]
 CODE_TYPES: tuple[CodeType, ...] = get_args(CodeType)
 #: Arrangements of codes: one element each, [outputs, inputs]; in 32-bit words along the inputs,
-#: [outputs, words]; as AWQ, [inputs, words]; as GPTQ, [words, outputs].
-Arrangement = Literal["elements", "words", "awq", "gptq"]
+#: [outputs, words]; as AWQ, [inputs, words]; as GPTQ, [words, outputs]; in bytes along the inputs,
+#: together with those of all other experts of a mixture, [experts, outputs, groups, bytes].
+Arrangement = Literal["elements", "words", "awq", "gptq", "stacked"]
 
 #: Ends of the names of a layer's scales.
 SCALE_NAMES = (".weight_scale", ".weight_scale_inv", ".scales")
@@ -60,7 +62,7 @@ class WeightFormat:
 
     @property
     def bits(self) -> int:
-        return 4 if self.codes == "int4" else 8
+        return 4 if self.codes in ("int4", "e2m1") else 8
 
     def quantises(self, layer: str) -> bool:
         """Return whether the weight of the linear layer ``layer`` is quantised."""

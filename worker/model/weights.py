@@ -118,7 +118,9 @@ def with_stored_scales(
     if spec.weight_format is None or not reads_weights:
         return spec
     scales = [tensor for tensor in _tensors(Path(directory)) if tensor.name.endswith(SCALE_NAMES)]
-    names = {tensor.name.rpartition(".")[2] for tensor in scales} or {spec.weight_format.scales}
+    if not scales:
+        return spec
+    names = {tensor.name.rpartition(".")[2] for tensor in scales}
     if len(names) > 1:
         raise BadCheckpoint(f"{directory} names its scales in several ways: {some(names)}")
     types = {tensor.dtype for tensor in scales}

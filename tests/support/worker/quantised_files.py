@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 #: Routers of mixtures of experts, which are not quantised.
 GATES = ("mlp.gate", "shared_expert_gate")
@@ -44,6 +45,33 @@ def save_quantised(plain: Path, directory: Path, format: Format) -> Path:
     save_file(kept, plain / "model.safetensors", {"format": "pt"})
     config = json.loads((plain / "config.json").read_text())
     config["quantization_config"] = format.config
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def save_mxfp4(plain: Path, directory: Path, seed: int = 3) -> Path:
+    """Write the gpt-oss model ``plain`` as ``directory`` with random experts in MXFP4.
+
+    Their weights, as transformers dequantises them, are written to ``plain``.
+    """
+    directory.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(seed)
+    kept, stored = {}, {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        kept[name] = stored[name] = tensor
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, inputs, outputs = tensor.shape
+            shape = experts, outputs, inputs // 32, 16
+            blocks = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+            exponents = 122 + torch.randint(3, shape[:-1], generator=generator, dtype=torch.uint8)
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
+            del stored[name]
+            kept[name] = convert_moe_packed_tensors(blocks, exponents).float().contiguous()
+    save_file(stored, directory / "model.safetensors")
+    save_file(kept, plain / "model.safetensors", {"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    excluded = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": excluded}
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 
