@@ -35,7 +35,7 @@ TORCH := 2.13.0
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 
 .DEFAULT_GOAL := help
-.PHONY: changed help install demo image test test-image test-long test-vllm e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-long-prompt bench-start bench-autoscale bench-locality bench-takeover bench-preemption bench-load bench-linear bench-int8 bench-quantised bench-swap bench-speculation bench-scheduler bench-explain bench-retention bench-scheduling bench-batching bench-prediction bench-overload bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives bench-console bench-generator picture-console bench-gpu bench-gpu-product check lint types imports proto proto-release proto-check chart chart-check texts lock clean
+.PHONY: changed help install demo image test test-image test-long test-vllm e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-long-prompt bench-start bench-autoscale bench-locality bench-takeover bench-preemption bench-load bench-linear bench-int8 bench-weights bench-swap bench-speculation bench-scheduler bench-explain bench-retention bench-scheduling bench-batching bench-prediction bench-overload bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives bench-console bench-generator picture-console bench-gpu bench-gpu-product check lint types imports proto proto-release proto-check chart chart-check texts lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /  \1\t/' | expand -t 16
@@ -179,8 +179,8 @@ bench-attention: $(VENV)/.installed ## compare the compiled attention kernel for
 bench-int8: $(VENV)/.installed ## measure accuracy and speed of int8 weights with SmolLM2-135M-Instruct (build/bench/int8.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/int8_accuracy.py $(ARGS)
 
-bench-quantised: $(VENV)/.installed ## compare decoding with quantised and bf16 weights on a CPU (build/bench/quantised.json)
-	OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=500 PYTHONPATH=. $(BIN)/python benchmarks/quantised_decode.py $(ARGS)
+bench-weights: $(VENV)/.installed ## measure decoding with quantised weights and with experts on a CPU (build/bench/weight_formats.json)
+	OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=500 PYTHONPATH=. $(BIN)/python benchmarks/weight_formats.py $(ARGS)
 
 bench-swap: $(VENV)/.installed ## compare recomputing and swapping of preempted requests (build/bench/swap.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/swap.py
