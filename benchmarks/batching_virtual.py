@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 import numpy as np
 
@@ -26,6 +27,7 @@ class VirtualRunner:
     num_host_blocks = 0
     host_load_s = 0.0
     device_kind = DeviceKind.LARGE_GPU
+    adapters: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, num_blocks: int, step_time: StepTime) -> None:
         self.num_blocks = num_blocks

@@ -250,8 +250,9 @@ def placed_in_prompt(
     """Yield all tokens of a prompt with their positions in its text.
 
     ``scores`` are those of the tokens from the second one on; the first one gets ``NO_SCORES``. A
-    special token that ``text`` does not contain gets the position of the next token. If the
-    tokenizer changed the text, for example by normalising it, the positions are approximate.
+    special token that ``text`` does not contain gets the position of the next token. The positions
+    are approximate if the tokenizer changed the text, for example by normalising it, or added a
+    special token with which the text begins, too.
     """
     offset, incomplete, is_first = 0, b"", True
     for token, its_scores in zip(tokens, chain((NO_SCORES,), scores), strict=True):

@@ -157,7 +157,7 @@ class Noting:
 async def test_worker_launches_each_rank_with_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, launcher = ProcessCluster(config(2, 2)), Noting()
     monkeypatch.setattr(cluster, "_gpus", ["0", "1", "2", "3"])
-    monkeypatch.setattr(cluster, "_ranks", lambda: launcher)
+    monkeypatch.setattr(cluster, "_ranks", lambda worker: launcher)
     for index in range(2):
         await cluster._worker(index).start()
     told = [(launch.name, launch.gpu) for launch in launcher.launches]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from everlift.messages import FinishReason
@@ -353,6 +353,8 @@ def test_echo_lists_every_token_of_the_output() -> None:
 def test_prompt_offsets_index_its_text(text: str, has_begin: bool) -> None:
     begin, end = BYTE_LEVEL.encode("<s></s>")
     text = f"{text}</s>{text}"
+    # Otherwise the first token may be part of the text or not.
+    assume(not has_begin or not text.startswith("<s>"))
     tokens = [begin] * has_begin + BYTE_LEVEL.encode(text)
     scores = [pb.TokenLogprobs()] * (len(tokens) - 1)
     placed = [*placed_in_prompt(BYTE_LEVEL, tokens, scores, text)]
