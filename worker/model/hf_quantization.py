@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 from worker.model.hf_config import HfConfig
 from worker.model.spec import UnsupportedModel
 from worker.model.weight_format import Arrangement, CodeType, WeightFormat
+
+#: Largest number of inputs or outputs that may share a scale.
+_LARGEST_GROUP = 2**31 - 1
 
 
 def read_format(config: HfConfig) -> WeightFormat | None:
@@ -23,7 +28,7 @@ def read_format(config: HfConfig) -> WeightFormat | None:
         "mxfp4": _mxfp4,
     }
     method = section.get("quant_method")
-    if method not in readers:
+    if not isinstance(method, str) or method not in readers:
         raise UnsupportedModel(
             f"quantization method {method!r} is not supported; supported: {', '.join(readers)}"
         )
@@ -33,8 +38,8 @@ def read_format(config: HfConfig) -> WeightFormat | None:
 def _fp8(section: HfConfig) -> WeightFormat:
     section.refuse_unless("fmt", "e4m3")
     excluded = [
-        *(section.strings("modules_to_not_convert") or ()),
-        *(section.strings("ignored_layers") or ()),
+        *_excluded(section, "modules_to_not_convert"),
+        *_excluded(section, "ignored_layers"),
     ]
     block = section.get("weight_block_size")
     outputs, group = (None, None) if block is None else _block(section, "weight_block_size")
@@ -42,10 +47,25 @@ def _fp8(section: HfConfig) -> WeightFormat:
 
 
 def _block(section: HfConfig, key: str) -> tuple[int, int]:
-    outputs, inputs = map(int, section.numbers(key, 2))
-    if outputs < 1 or inputs < 1:
-        raise UnsupportedModel(f"{key} {[outputs, inputs]} must be two positive integers")
-    return outputs, inputs
+    sizes = section.naturals(key)
+    if len(sizes) != 2 or not all(1 <= size <= _LARGEST_GROUP for size in sizes):
+        raise UnsupportedModel(
+            f"{key} must be two integers from 1 to {_LARGEST_GROUP}, not {list(sizes)}"
+        )
+    return sizes[0], sizes[1]
+
+
+def _excluded(section: HfConfig, key: str) -> tuple[str, ...]:
+    """Return the names and regular expressions under ``key`` of modules that are not quantised."""
+    patterns = section.strings(key) or ()
+    for pattern in patterns:
+        try:
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except (re.error, OverflowError) as error:
+            raise UnsupportedModel(
+                f"{key}: {pattern!r} is not a regular expression: {error}"
+            ) from None
+    return patterns
 
 
 def _compressed(section: HfConfig) -> WeightFormat:
@@ -60,7 +80,8 @@ def _compressed(section: HfConfig) -> WeightFormat:
     }
     weights = _weights_of_groups(section)
     kind = layout, weights.get("num_bits"), weights.get("type", "int")
-    if kind not in codes:
+    found = next((code for form, code in codes.items() if form == kind), None)
+    if found is None:
         raise UnsupportedModel(
             f"compressed-tensors format {layout!r} with weights of {kind[1]} bits and type "
             f"{kind[2]!r} is not supported; supported: "
@@ -69,7 +90,7 @@ def _compressed(section: HfConfig) -> WeightFormat:
     if section.section("sparsity_config").get("format", "dense") != "dense":
         raise UnsupportedModel("compressed-tensors with a sparsity_config is not supported")
     weights.refuse_unless("actorder", "static", "weight")
-    code_type, arrangement = codes[kind]
+    code_type, arrangement = found
     outputs, group = _granularity(weights)
     has_zeros = weights.get("symmetric", True) is False
     if has_zeros and (code_type != "int4" or outputs != 1):
@@ -78,7 +99,7 @@ def _compressed(section: HfConfig) -> WeightFormat:
             f"{weights.get('strategy')!r} are not supported: only int4 weights with strategy "
             "channel or group may have zero points"
         )
-    excluded = section.strings("ignore") or ()
+    excluded = _excluded(section, "ignore")
     return WeightFormat(
         "compressed-tensors", code_type, arrangement, group, outputs, has_zeros, 0, excluded
     )
@@ -111,7 +132,7 @@ def _granularity(weights: HfConfig) -> tuple[int | None, int | None]:
     if strategy == "channel":
         return 1, None
     if strategy == "group":
-        return 1, weights.positive("group_size")
+        return 1, _positive_group(weights)
     if strategy == "block":
         return _block(weights, "block_structure")
     raise UnsupportedModel(
@@ -125,7 +146,7 @@ def _awq(section: HfConfig) -> WeightFormat:
     version = str(section.get("version", "gemm")).lower()
     if version != "gemm":
         raise UnsupportedModel(f"awq version {version!r} is not supported; supported: gemm")
-    excluded = section.strings("modules_to_not_convert") or ()
+    excluded = _excluded(section, "modules_to_not_convert")
     if section.get("zero_point", True) is not True:
         raise UnsupportedModel("awq without zero points (zero_point: false) is not supported")
     group = _group_size(section)
@@ -159,7 +180,14 @@ def _mxfp4(section: HfConfig) -> WeightFormat:
 
 
 def _group_size(section: HfConfig) -> int | None:
-    return None if section.get("group_size") == -1 else section.positive("group_size")
+    return None if section.get("group_size") == -1 else _positive_group(section)
+
+
+def _positive_group(section: HfConfig) -> int:
+    group = section.positive("group_size")
+    if group > _LARGEST_GROUP:
+        raise UnsupportedModel(f"group_size must be at most {_LARGEST_GROUP}, not {group}")
+    return group
 
 
 def _refuse_unless_one_of(

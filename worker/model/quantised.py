@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from worker.model.checkpoint import BadCheckpoint
 from worker.model.piece import Piece
 from worker.model.weight_format import WeightFormat
 
@@ -36,6 +37,8 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _WORD_BITS = 32
 #: Number of outputs that are dequantised at a time; it bounds the memory of their fp32 copy.
 _DEQUANTISED_TOGETHER = 1024
+#: Code of e4m3 that is NaN, without its sign.
+_NAN = 0x7F
 #: Types in safetensors of codes that are elements.
 _ELEMENTS = {"int8": "I8", "int4": "I8", "e4m3": "F8_E4M3", "e2m1": "U8"}
 #: Numbers of the 4-bit floats, by code.
@@ -171,10 +174,11 @@ class Quantised:
             # Words have unsigned codes, which are half of their range larger.
             flip=0 if form.arrangement == "elements" else 1 << (form.bits - 1),
             element=_ELEMENTS[form.codes],
+            name=f"{block.layer}.{name}",
         )
         size = block.size[::-1] if is_transposed else block.size
         into = self.values[row : row + len(block.outputs)]
-        return codes.piece(f"{block.layer}.{name}", size, into)
+        return codes.piece(size, into)
 
     def _scales_piece(self, block: Block, scaled: range, column: int) -> Piece:
         form, groups = self.format, self._groups_of(block)
@@ -190,6 +194,7 @@ class Quantised:
         assert self.zeros is not None
         form, groups = self.format, self._groups_of(block)
         is_transposed = form.arrangement in ("awq", "gptq")
+        name = "qzeros" if is_transposed else "weight_zero_point"
         codes = _Codes(
             partial(self._put_zeros, row),
             bits=form.bits,
@@ -200,11 +205,11 @@ class Quantised:
             columns=block.outputs if is_transposed else groups,
             flip=1 << (form.bits - 1),
             offset=form.zero_offset,
+            name=f"{block.layer}.{name}",
         )
         size = block.size[0], _whole(block.size[1], form.group)
-        name = "qzeros" if is_transposed else "weight_zero_point"
         into = self.zeros[:, row // 2 : (row + len(block.outputs) + 1) // 2]
-        return codes.piece(f"{block.layer}.{name}", size[::-1] if is_transposed else size, into)
+        return codes.piece(size[::-1] if is_transposed else size, into)
 
     def stacked_pieces(self, name: str, expert: int, experts: int) -> Iterator[Piece]:
         """Yield the slices of the tensors ``name`` that have the weights of all ``experts``.
@@ -230,9 +235,10 @@ class Quantised:
                 columns=range(*columns),
                 flip=0,
                 word=torch.uint8,
+                name=f"{name}_blocks",
             )
             size, into = (experts * outputs, num_layers * inputs), self.values[column:]
-            piece = codes.piece(f"{name}_blocks", size, into[: len(block.outputs)])
+            piece = codes.piece(size, into[: len(block.outputs)])
             bytes_ = self.format.bits * (self.format.group or 0) // 8
             shape = experts, num_layers * outputs, groups, bytes_
             yield replace(piece, shape=shape, view=piece.shape)
@@ -306,11 +312,11 @@ class Quantised:
 
 @dataclass(frozen=True, slots=True)
 class _Codes:
-    """Writer of stored codes [rows, columns], of which only ``rows`` and ``columns`` are needed.
+    """Writer of the stored codes [rows, columns] of the tensor ``name``.
 
-    ``packed`` is the dimension along which words, of type ``word``, hold several codes; ``order``
-    has the index in a word of each of its codes. ``put`` receives codes [outputs, inputs], and the
-    numbers of the first output and input.
+    Only ``rows`` and ``columns`` are needed. ``packed`` is the dimension along which words, of type
+    ``word``, hold several codes; ``order`` has the index in a word of each of its codes. ``put``
+    receives codes [outputs, inputs], and the numbers of the first output and input.
     """
 
     put: Callable[[Tensor, int, int], None]
@@ -318,6 +324,7 @@ class _Codes:
     packed: int | None
     order: tuple[int, ...] | None
     is_transposed: bool
+    name: str
     rows: range
     columns: range
     flip: int
@@ -339,14 +346,14 @@ class _Codes:
     def _per_word(self) -> int:
         return 8 * self.word.itemsize // self.bits
 
-    def piece(self, name: str, size: tuple[int, int], into: Tensor) -> Piece:
-        """Return the piece of the tensor ``name`` with ``size`` codes, for the memory ``into``."""
+    def piece(self, size: tuple[int, int], into: Tensor) -> Piece:
+        """Return the piece of the tensor, which has ``size`` codes, for the memory ``into``."""
         shape, slices = list(size), [slice(r.start, r.stop) for r in (self.rows, self.columns)]
         if self.packed is not None:
             needed, codes = slices[self.packed], self._per_word
             shape[self.packed] = -(-size[self.packed] // codes)
             slices[self.packed] = slice(needed.start // codes, -(-needed.stop // codes))
-        return Piece(name, tuple(shape), tuple(slices), into, self)
+        return Piece(self.name, tuple(shape), tuple(slices), into, self)
 
     def write(self, rows: Tensor, first: int) -> None:
         codes, begin, left = rows, first, self.columns.start
@@ -360,6 +367,8 @@ class _Codes:
         codes = codes[:, self.columns.start - left :][:, : len(self.columns)]
         if not codes.numel():
             return
+        if self.element == _ELEMENTS["e4m3"] and int((codes & _NAN).max()) == _NAN:
+            raise BadCheckpoint(f"{self.name} has weights that are NaN")
         if self.offset:
             codes = codes + self.offset & (1 << self.bits) - 1
         if self.flip:

@@ -84,6 +84,8 @@ def load(
     filler = Filler(pieces, progress)
     parts = [_Part(tensor, piece) for tensor in tensors for piece in expected.get(tensor.name, ())]
     _fill(parts, filler, num_readers)
+    if decoder.weight_format is not None:
+        _check_scales(pieces)
     return filler.total_bytes
 
 
@@ -149,13 +151,22 @@ def _without_unread(
 
 def _check_order(format: WeightFormat, tensor: StoredTensor) -> None:
     """Raise BadCheckpoint unless the groups of ``tensor``, one for each input, are consecutive."""
-    (size,) = tensor.shape
-    group = format.group or size
-    if not torch.equal(_whole(tensor, torch.int32), torch.arange(size, dtype=torch.int32) // group):
+    if tensor.dtype != "I32":
+        raise BadCheckpoint(f"{tensor.name} is {tensor.dtype}; supported: I32")
+    groups = _whole(tensor, torch.int32).flatten()
+    length = format.group or max(len(groups), 1)
+    if not torch.equal(groups, torch.arange(len(groups), dtype=torch.int32) // length):
         raise BadCheckpoint(
             f"{tensor.name} orders the inputs by activation (desc_act, actorder group), which is "
             "not supported: use a checkpoint that is quantised without it"
         )
+
+
+def _check_scales(pieces: Iterable[Piece]) -> None:
+    """Raise BadCheckpoint if a scale of quantised weights is infinite or NaN."""
+    for piece in pieces:
+        if piece.name.endswith(SCALE_NAMES) and not piece.into.isfinite().all():
+            raise BadCheckpoint(f"{piece.name} has scales that are infinite or NaN")
 
 
 def _check_zero(tensor: StoredTensor) -> None:

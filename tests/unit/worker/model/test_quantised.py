@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -247,6 +248,27 @@ def test_quantised_weight_is_dequantised_without_compiler() -> None:
     ("changes", "words"),
     [
         ({"quant_method": "bitsandbytes"}, ["bitsandbytes", "supported: fp8, compressed-tensors"]),
+        ({"quant_method": ["awq"]}, ["method ['awq'] is not supported"]),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 1e400]},
+            ["weight_block_size must be a list of integers"],
+        ),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 1 << 31]},
+            ["weight_block_size must be two integers from 1 to 2147483647"],
+        ),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 1 << 63},
+            ["group_size must be at most 2147483647"],
+        ),
+        (
+            {"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["re:("]},
+            ["modules_to_not_convert: 're:(' is not a regular expression: missing )"],
+        ),
+        (
+            compressed_config("int-quantized", num_bits=[8], strategy="channel"),
+            ["weights of [8] bits"],
+        ),
         ({"quant_method": "fp8", "fmt": "e5m2"}, ["fmt 'e5m2'", "e4m3"]),
         ({"quant_method": "awq", "bits": 8}, ["awq with bits 8", "supported: 4"]),
         ({"quant_method": "awq", "bits": 4, "version": "marlin"}, ["awq version 'marlin'"]),
@@ -288,6 +310,29 @@ def test_check_device_names_format_that_gpu_lacks() -> None:
     check_device(form, torch.device("cpu"))
     with pytest.raises(UnsupportedModel, match="awq int4 weights are not supported on cuda"):
         check_device(form, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("form", "tensor", "change", "cause"),
+    [
+        ("fp8, tensor", "weight_scale", lambda it: it * torch.nan, "has scales that are infinite"),
+        ("awq", "scales", lambda it: it * torch.inf, "has scales that are infinite or NaN"),
+        ("fp8, block", "weight", lambda it: torch.full_like(it, torch.nan), "has weights that are"),
+        ("gptq", "g_idx", lambda it: it.float(), "is F32; supported: I32"),
+        ("gptq", "g_idx", lambda it: it[40].clone(), "orders the inputs by activation"),
+    ],
+)
+def test_load_rejects_bad_quantised_values(
+    form: str, tensor: str, change: Callable[[Tensor], Tensor], cause: str, tmp_path: Path
+) -> None:
+    plain = save_llama(tmp_path / "plain", intermediate_size=104, num_hidden_layers=1)
+    directory = save_quantised(plain, tmp_path / "quantised", FORMATS[form])
+    stored = load_file(directory / "model.safetensors")
+    name = f"model.layers.0.mlp.up_proj.{tensor}"
+    stored[name] = change(stored[name])
+    save_file(stored, directory / "model.safetensors")
+    with pytest.raises(BadCheckpoint, match=f"{name} {cause}"):
+        SteppedDecoder(directory, 64)
 
 
 @pytest.mark.parametrize("tensor", ["g_idx", "bias"])
