@@ -50,6 +50,8 @@ def _read(tensor: StoredTensor) -> Tensor:
         buffer = values.view(-1).view(torch.uint8).numpy().data
         if not read_exactly(file.fileno(), buffer, tensor.start):
             raise BadAdapter(f"{tensor.path} became shorter while it was read")
+    if not values.isfinite().all():
+        raise BadAdapter(f"{tensor.path}: {tensor.name} has weights that are infinite or NaN")
     return values
 
 

@@ -18,16 +18,22 @@ from typing import Any
 from everlift import model_files
 from everlift.adapters import AdapterSource, parse_adapters
 from everlift.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from worker.model.checkpoint import ITEM_SIZES, BadCheckpoint, StoredTensor, read_tensors, some
+from worker.model.checkpoint import BadCheckpoint, StoredTensor, read_tensors, some
 from worker.model.spec import ModelSpec
 
 #: Largest rank, which is also vLLM's.
 MAX_RANK = 512
+#: Types that matrices may have, as safetensors names them.
+_DTYPES = ("F32", "BF16", "F16")
+#: Largest magnitude of lora_alpha: that of fp32.
+_LARGEST_ALPHA = 3.4e38
 #: Cause if a model that runs through transformers' modules has adapters.
 NO_ADAPTERS = "adapters are not supported for models that run through transformers' modules"
 _PREFIX, _FIRST, _SECOND = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 #: Name of a tensor in a layer of the language model, and not in one of a vision tower, for example.
-_LAYER = re.compile(r"base_model\.model\.(?:(?:model|language_model)\.)*layers\.(\d+)\.")
+_LAYER = re.compile(
+    r"base_model\.model\.(?:(?:model|language_model)\.)*layers\.(0|[1-9][0-9]{0,8})\."
+)
 #: Names of linear layers whose input is the hidden state, in all model families.
 _HIDDEN_INPUTS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
 #: Parts of peft that no engine computes, by their key in the configuration.
@@ -114,8 +120,8 @@ def _matrices(tensors: list[StoredTensor], spec: ModelSpec) -> dict[str, StoredT
     read = {name: it for name, it in matrices.items() if not (unread and name.startswith(unread))}
     if unknown := [name for name in read if not name.endswith((_FIRST, _SECOND))]:
         raise BadAdapter(f"{some(unknown)} is not supported: expected lora_A and lora_B of layers")
-    if bad := [it for it in read.values() if it.dtype not in ITEM_SIZES]:
-        raise BadAdapter(f"{bad[0].name} is {bad[0].dtype}; supported: {', '.join(ITEM_SIZES)}")
+    if bad := [it for it in read.values() if it.dtype not in _DTYPES]:
+        raise BadAdapter(f"{bad[0].name} is {bad[0].dtype}; supported: {', '.join(_DTYPES)}")
     return read
 
 
@@ -123,13 +129,15 @@ def _linears(
     config: dict[str, Any], matrices: dict[str, StoredTensor], spec: ModelSpec
 ) -> dict[str, AdaptedLinear]:
     modules = dict.fromkeys(name.removesuffix(_FIRST).removesuffix(_SECOND) for name in matrices)
-    linears = {}
+    linears: dict[str, AdaptedLinear] = {}
     for module in modules:
         shape = _shape(module, spec)
         a, b = matrices.get(module + _FIRST), matrices.get(module + _SECOND)
         if a is None or b is None:
             raise BadAdapter(f"{module} must have both lora_A and lora_B")
         rank, alpha = _of_module(config, "rank_pattern", "r", module), _alpha(config, module)
+        if not isinstance(rank, int) or rank < 1:
+            raise BadAdapter(f"the rank of {module} must be at least 1, not {rank!r}")
         outputs, inputs = shape
         if (a.shape, b.shape) != ((rank, inputs), (outputs, rank)):
             raise BadAdapter(
@@ -137,20 +145,27 @@ def _linears(
                 f"require {(rank, inputs)} and {(outputs, rank)}"
             )
         scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        linears[module[module.index("layers.") :]] = AdaptedLinear(a, b, scaling)
+        name = module[module.index("layers.") :]
+        if name in linears:
+            raise BadAdapter(f"{name} is adapted twice, under names that differ in their beginning")
+        linears[name] = AdaptedLinear(a, b, scaling)
     return linears
 
 
 def _alpha(config: dict[str, Any], module: str) -> float:
     alpha = _of_module(config, "alpha_pattern", "lora_alpha", module)
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+    is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+    if not is_number or not abs(alpha) <= _LARGEST_ALPHA:
         raise BadAdapter(f"{ADAPTER_CONFIG} must have a number as lora_alpha, not {alpha!r}")
     return float(alpha)
 
 
 def _of_module(config: dict[str, Any], patterns: str, default: str, module: str) -> Any:
     """Return the value of the first of the patterns that matches a module, as peft does."""
-    for pattern, value in (config.get(patterns) or {}).items():
+    values = config.get(patterns) or {}
+    if not isinstance(values, dict):
+        raise BadAdapter(f"{ADAPTER_CONFIG} must have an object as {patterns}, not {values!r}")
+    for pattern, value in values.items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
     return config.get(default)

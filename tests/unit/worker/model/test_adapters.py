@@ -17,6 +17,7 @@ from cluster.errors import ClusterFailed
 from cluster.model import fetched
 from everlift.errors import SettingsError
 from everlift.settings import load
+from tests.support.worker.decoder_steps import SteppedDecoder
 from tests.support.worker.lora_files import write_adapter
 from worker.model.adapters import AdaptedLinear, BadAdapter, adapted_linears, read_adapters
 from worker.model.families import read_spec
@@ -125,6 +126,9 @@ def test_adapted_linears_have_shapes_and_scaling(tmp_path: Path) -> None:
         ),
         ({"rank_pattern": {"o_proj": 7}}, r"layers\.0\.self_attn\.o_proj has .* rank 7 require"),
         ({"lora_alpha": None}, "must have a number as lora_alpha, not None"),
+        ({"lora_alpha": 10**400}, "must have a number as lora_alpha, not 1000"),
+        ({"rank_pattern": ["o_proj"]}, r"an object as rank_pattern, not \['o_proj'\]"),
+        ({"rank_pattern": {"o_proj": 0}}, r"rank of \S+o_proj must be at least 1, not 0"),
         ({"alpha_pattern": {"(": 1}}, "adapter 'a': missing \\), unterminated subpattern"),
     ],
 )
@@ -150,6 +154,7 @@ def test_adapted_linears_refuse_config(
             "gate_proj must have both lora_A and lora_B",
         ),
         ("model.layers.0.input_layernorm.lora_B.weight", "does not adapt .*input_layernorm: only"),
+        ("model.layers.01.mlp.up_proj.lora_A.weight", r"does not adapt model\.layers\.01\.mlp"),
     ],
 )
 def test_adapted_linears_refuse_tensor(name: str, cause: str, tmp_path: Path) -> None:
@@ -159,6 +164,30 @@ def test_adapted_linears_refuse_tensor(name: str, cause: str, tmp_path: Path) ->
     save_file(tensors | more, tmp_path / "adapter_model.safetensors")
     with pytest.raises(BadAdapter, match=cause):
         linears(tmp_path)
+
+
+def test_adapted_linears_refuse_integer_matrix(tmp_path: Path) -> None:
+    write_adapter(tmp_path, DEMO_MODEL, seed=1)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    whole = {name: tensor.to(torch.int8) for name, tensor in tensors.items()}
+    save_file(whole, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(BadAdapter, match=r"lora_\S+ is I8; supported: F32, BF16, F16"):
+        linears(tmp_path)
+
+
+def test_adapted_linears_refuse_a_layer_twice(tmp_path: Path) -> None:
+    write_adapter(tmp_path, DEMO_MODEL, seed=1)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    again = {name.replace("model.layers", "layers"): it.clone() for name, it in tensors.items()}
+    save_file(tensors | again, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(BadAdapter, match=r"layers\.\d\.\S+ is adapted twice"):
+        linears(tmp_path)
+
+
+def test_load_adapters_refuses_nan(tmp_path: Path) -> None:
+    write_adapter(tmp_path, DEMO_MODEL, seed=1, scale=torch.nan)
+    with pytest.raises(BadAdapter, match=r"lora_B\.weight has weights that are infinite or NaN"):
+        SteppedDecoder(DEMO_MODEL, 64, adapters=[f"a={tmp_path}"])
 
 
 @pytest.mark.parametrize("worker", [VLLM, {}], ids=["vllm", "own engine"])
