@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cluster.config import Config
 from cluster.errors import ClusterFailed
@@ -13,9 +12,6 @@ from everlift import logs, model_files
 from everlift.adapters import parse_adapters
 from everlift.progress import show_progress
 from worker.config import FAKE
-
-if TYPE_CHECKING:
-    from worker.model.adapters import Adapter
 
 log = logs.get_logger(__name__)
 
@@ -71,25 +67,30 @@ async def fetched(config: Config) -> Config:
 
 def _check_files(directory: Path, config: Config) -> None:
     """Raise ClusterFailed if workers do not support the model in ``directory`` or an adapter."""
-    from worker.model.adapters import BadAdapter, read_adapters
+    from worker.model.adapters import BadAdapter
 
     if config.worker.engine == "everlift":
         _check_supported(directory, config.worker.tensor_parallel)
     try:
-        adapters = read_adapters(config.adapters, directory)
-        if config.worker.engine == "everlift":
-            _check_adapters(adapters, directory)
+        check_adapters(config.adapters, directory, config.worker.engine)
     except BadAdapter as error:
         raise ClusterFailed(str(error)) from None
 
 
-def _check_adapters(adapters: Iterable[Adapter], directory: Path) -> None:
-    """Raise BadAdapter if Everlift's own engine does not support one of the adapters."""
-    from worker.model.adapters import NO_ADAPTERS, BadAdapter, adapted_linears
+def check_adapters(texts: Iterable[str], directory: Path, engine: str) -> None:
+    """Raise an error if workers cannot load an adapter for the model in ``directory``.
+
+    ``texts`` are adapters as in the setting ``adapters``, whose files are on this machine. Raises
+    ModelUnavailable if files are missing, and BadAdapter if they are invalid, do not fit the model
+    or are not supported by ``engine``.
+    """
+    from worker.model.adapters import NO_ADAPTERS, BadAdapter, adapted_linears, read_adapters
     from worker.model.families import read_spec
     from worker.model.spec import UnsupportedArchitecture
 
-    for adapter in adapters:
+    for adapter in read_adapters(texts, directory):
+        if engine != "everlift":
+            continue  # it reads the files itself
         try:
             adapted_linears(adapter, read_spec(directory))
         except UnsupportedArchitecture:

@@ -20,6 +20,7 @@ from cluster.config import Config
 from cluster.doctor.finding import Finding, broken, doubtful, fine
 from cluster.threads import threads_per_rank
 from everlift import model_files
+from everlift.adapters import parse_adapters
 from everlift.errors import EverliftError
 from everlift.gguf_header import is_gguf, read_gguf_header
 from everlift.hub import is_hub_id
@@ -52,6 +53,7 @@ def examine(config: Config) -> Iterator[Finding]:
     yield _threads(config)
     yield _memory(config)
     yield _model(config)
+    yield from _adapters(config)
     yield _state(config)
     yield _ports(config)
     yield _descriptors()
@@ -272,6 +274,31 @@ def _model(config: Config) -> Finding:
             "model", f"{says}; too large to test its architecture here", "start a worker to test it"
         )
     return fine("model", says)
+
+
+def _adapters(config: Config) -> Iterator[Finding]:
+    """Yield a finding on the LoRA adapters, if there are any and the model is on this machine."""
+    from cluster.model import check_adapters
+    from worker.model.adapters import BadAdapter
+    from worker.model.spec import UnsupportedModel
+
+    sources = parse_adapters(config.adapters)
+    if not sources or config.model == FAKE:
+        return
+    # A problem with the model has a finding of its own.
+    with suppress(ModelUnavailable, UnsupportedModel):
+        directory = _directory(config)
+        local = [
+            text
+            for text, source in zip(config.adapters, sources, strict=True)
+            if not source.is_hub_id
+        ]
+        try:
+            check_adapters(local, directory, config.worker.engine)
+        except (BadAdapter, ModelUnavailable) as error:
+            yield broken("adapters", str(error), "set adapters to adapters of this model")
+        else:
+            yield fine("adapters", ", ".join(source.name for source in sources))
 
 
 def _try_architecture(config: Config) -> bool:

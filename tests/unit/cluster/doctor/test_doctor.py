@@ -25,6 +25,7 @@ from router.ledger.config import LedgerConfig
 from router.ledger.embedded.embedded import EmbeddedLedger
 from tests.support.free_port import free_port
 from tests.support.router.authority import Authority
+from tests.support.worker.lora_files import write_adapter
 from tests.support.worker.other_architectures import save_config
 
 EVERLIFT = Path(sys.executable).with_name("everlift")
@@ -187,6 +188,24 @@ def test_doctor_reports_missing_and_other_versions(
     monkeypatch.setattr("importlib.metadata.requires", lambda distribution: wanted)
     finding = of(list(machine.examine(config)), "packages")
     assert finding.level is level and says in finding.says
+
+
+@pytest.mark.parametrize(
+    ("fields", "level", "says"),
+    [
+        ({}, Level.OK, "a"),
+        ({"lora_alpha": None}, Level.ERROR, "adapter 'a': adapter_config.json must have a number"),
+        (None, Level.ERROR, "no adapter at "),
+    ],
+)
+def test_doctor_examines_adapters(
+    fields: dict[str, object] | None, level: Level, says: str, tmp_path: Path
+) -> None:
+    if fields is not None:
+        write_adapter(tmp_path / "a", DEMO_MODEL, seed=1, **fields)
+    config = load(None, {}, [f"model={DEMO_MODEL}", f"adapters=a={tmp_path / 'a'}"])
+    finding = of(list(machine.examine(config)), "adapters")
+    assert finding.level is level and finding.says.startswith(says)
 
 
 def test_doctor_suggests_plain_processes_without_ray(
