@@ -21,7 +21,7 @@ from worker.model.decoder import Decoder
 from worker.model.filling import Filler
 from worker.model.layers import Piece
 from worker.model.sharing import Run
-from worker.model.weight_format import SCALE_NAMES
+from worker.model.weight_format import EXPONENTS_NAME, SCALE_NAMES
 
 #: A prime, so that the rows of a table begin at different positions of the stream.
 PERIOD = 262_147
@@ -65,7 +65,7 @@ def _stream(piece: Piece) -> Tensor:
 def _codes(piece: Piece) -> Tensor:
     """Return PERIOD random codes of quantised weights, or words of them."""
     assert piece.writer is not None
-    if piece.name.endswith("_scales"):  # exponents
+    if piece.name.endswith(EXPONENTS_NAME):
         return torch.full((PERIOD,), round(math.log2(_SCALE)) + 127, dtype=torch.uint8)
     size = PERIOD * piece.writer.dtype.itemsize
     # No code is the NaN of an 8-bit float without this bit.

@@ -158,6 +158,12 @@ def read_spec(directory: str | Path) -> ModelSpec:
                 f"{weight_format.title} weights of this architecture are not supported; "
                 f"supported: {supported}"
             )
+        sizes, group = (spec.hidden_size, spec.intermediate_size), weight_format.group or 1
+        if is_stacked and any(size % group for size in sizes):
+            raise UnsupportedModel(
+                f"{weight_format.title} weights require that hidden_size {sizes[0]} and "
+                f"intermediate_size {sizes[1]} are multiples of {group}"
+            )
     return replace(spec, weight_format=weight_format)
 
 

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from worker.model.checkpoint import BadCheckpoint
 from worker.model.piece import Piece
-from worker.model.weight_format import WeightFormat
+from worker.model.weight_format import EXPONENTS_NAME, WeightFormat
 
 #: Types of the scales, by their names in safetensors.
 SCALE_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -244,7 +244,7 @@ class Quantised:
             yield replace(piece, shape=shape, view=piece.shape)
             first = layer * groups + held.start
             yield Piece(
-                f"{name}_scales",
+                f"{name}{EXPONENTS_NAME}",
                 shape[:-1],
                 (slice(rows.start, rows.stop), slice(first, first + len(held))),
                 scales := self.scales[:, column : column + len(block.outputs)].t(),

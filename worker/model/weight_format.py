@@ -21,6 +21,8 @@ Arrangement = Literal["elements", "words", "awq", "gptq", "stacked"]
 
 #: Ends of the names of a layer's scales.
 SCALE_NAMES = (".weight_scale", ".weight_scale_inv", ".scales")
+#: End of the name of the scales of stacked experts, which are stored as exponents.
+EXPONENTS_NAME = "_scales"
 #: Tensors of a quantised layer that the products do not need.
 _UNREAD = tuple(
     f".{name}"

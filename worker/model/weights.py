@@ -36,7 +36,7 @@ from worker.model.hf_config import HfConfig
 from worker.model.layers import Piece
 from worker.model.sharing import Run
 from worker.model.spec import ModelSpec
-from worker.model.weight_format import SCALE_NAMES, WeightFormat
+from worker.model.weight_format import EXPONENTS_NAME, SCALE_NAMES, WeightFormat
 
 log = logs.get_logger(__name__)
 
@@ -165,7 +165,8 @@ def _check_order(format: WeightFormat, tensor: StoredTensor) -> None:
 def _check_scales(pieces: Iterable[Piece]) -> None:
     """Raise BadCheckpoint if a scale of quantised weights is infinite or NaN."""
     for piece in pieces:
-        if piece.name.endswith(SCALE_NAMES) and not piece.into.isfinite().all():
+        is_scale = piece.name.endswith((*SCALE_NAMES, EXPONENTS_NAME))
+        if is_scale and not piece.into.isfinite().all():
             raise BadCheckpoint(f"{piece.name} has scales that are infinite or NaN")
 
 

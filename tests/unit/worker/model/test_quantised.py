@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -145,6 +147,23 @@ def test_mxfp4_logits_match_dequantised(size: int, mxfp4: list[Path]) -> None:
                 group,
             )
             check(next(logits), expected)
+
+
+def test_load_rejects_exponent_of_nan(mxfp4: list[Path], tmp_path: Path) -> None:
+    shutil.copytree(mxfp4[1], tmp_path / "bad")
+    stored = load_file(mxfp4[1] / "model.safetensors")
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    stored[name][3, 2, 1] = 255
+    save_file(stored, tmp_path / "bad" / "model.safetensors")
+    with pytest.raises(BadCheckpoint, match=f"{name} has scales that are infinite or NaN"):
+        SteppedDecoder(tmp_path / "bad", 64)
+
+
+def test_read_spec_rejects_incomplete_groups(mxfp4: list[Path], tmp_path: Path) -> None:
+    config = json.loads((mxfp4[1] / "config.json").read_text()) | {"intermediate_size": 112}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match="intermediate_size 112 are multiples of 32"):
+        read_spec(tmp_path)
 
 
 def test_mxfp4_memory_is_that_of_stored_tensors(mxfp4: list[Path]) -> None:
