@@ -4,7 +4,7 @@ row, whichever adapters the other rows have."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from tests.support.worker.families import (
 )
 from tests.support.worker.packings import panels_or_skip
 from tests.support.worker.peft_adapters import NUMBERS, peft_model, save_adapters
+from tests.support.worker.quantised_files import FORMATS, save_quantised
 from worker.model.lora import LinearAdapters
 from worker.model.stack import CompiledStack
 
@@ -130,6 +131,25 @@ def test_adapters_add_to_narrow_weights(packed: torch.dtype, saved: Saved) -> No
     expected = stepped.logits(sequences(), whole(), NUMBERED)
     assert got is not None and expected is not None
     assert all(torch.equal(*each) for each in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("form", ["fp8, block", "int8, channel", "awq"])
+def test_adapters_add_to_quantised_checkpoint(form: str, tmp_path: Path) -> None:
+    base = CHECKPOINTS["llama, tied, linear rope"]
+    # AWQ needs sizes that are multiples of 8.
+    checkpoint = replace(base, sizes=base.sizes | {"intermediate_size": 104})
+    plain = save_family(tmp_path / "plain", checkpoint)
+    model = save_quantised(plain, tmp_path / "quantised", FORMATS[form])
+    saved = Saved(model, save_adapters(tmp_path / "adapters", plain, checkpoint))
+    stepped = saved.stepped()
+    assert isinstance(stepped.decoder.stack, CompiledStack)
+    logits = stepped.logits(sequences(), mixed(), NUMBERED)
+    assert logits is not None
+    models = {name: peft_model(plain, tmp_path / "adapters" / name) for name in ADAPTERS if name}
+    models[""] = load_family(plain)
+    for name, sequence, got in zip(ADAPTERS, sequences(), logits, strict=True):
+        expected = all_logits(models[name], sequence)
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
 
 
 def test_hidden_states_of_adapted_sites_equal_those_of_all(saved: Saved) -> None:
