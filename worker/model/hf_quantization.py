@@ -89,6 +89,8 @@ def _compressed(section: HfConfig) -> WeightFormat:
         )
     if section.section("sparsity_config").get("format", "dense") != "dense":
         raise UnsupportedModel("compressed-tensors with a sparsity_config is not supported")
+    if section.section("transform_config"):
+        raise UnsupportedModel("compressed-tensors with a transform_config is not supported")
     weights.refuse_unless("actorder", "static", "weight")
     code_type, arrangement = found
     outputs, group = _granularity(weights)

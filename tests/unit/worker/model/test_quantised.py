@@ -285,6 +285,11 @@ def test_quantised_weight_is_dequantised_without_compiler() -> None:
             ["modules_to_not_convert: 're:(' is not a regular expression: missing )"],
         ),
         (
+            compressed_config("pack-quantized", num_bits=4, strategy="channel")
+            | {"transform_config": {"config_groups": {"v": {"type": "hadamard"}}}},
+            ["compressed-tensors with a transform_config"],
+        ),
+        (
             compressed_config("int-quantized", num_bits=[8], strategy="channel"),
             ["weights of [8] bits"],
         ),
