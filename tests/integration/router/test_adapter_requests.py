@@ -23,9 +23,10 @@ from tests.support.worker.fake_vllm_core import SlowCore
 from worker.config import WorkerConfig
 from worker.engine.engine import Engine
 from worker.engine.limits import Limits
-from worker.engine.plan import Runner
+from worker.engine.plan import Admission, Runner
 from worker.engine.sequence import Sequence
 from worker.runner.fake_runner import expected_tokens
+from worker.runner.runner import TorchRunner
 from worker.serving.engine_thread import EngineThread
 from worker.vllm_engine.engine import VllmEngine
 
@@ -36,13 +37,20 @@ PROMPT = [5, 6, 7, 8]
 
 @pytest.fixture
 def adapters(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Digests of the adapters that workers serve which are started from here on."""
-    served, of = dict(DIGESTS), Limits.of
+    """Digests of the adapters that workers serve which are started from here on.
+
+    The workers compute with the model itself.
+    """
+    served, of, admit = dict(DIGESTS), Limits.of, TorchRunner._admit
 
     def limited(config: WorkerConfig, runner: Runner) -> Limits:
         return replace(of(config, runner), adapters=dict(served))
 
+    def admitted(runner: TorchRunner, admission: Admission) -> None:
+        admit(runner, replace(admission, adapter=""))
+
     monkeypatch.setattr(Limits, "of", limited)
+    monkeypatch.setattr(TorchRunner, "_admit", admitted)
     return served
 
 

@@ -103,7 +103,7 @@ def shortage(monkeypatch: pytest.MonkeyPatch) -> Shortage:
         return passing
 
     # As on a GPU, whose memory it is.
-    monkeypatch.setattr("worker.runner.build.choose_stack", lambda plain, _: plain)
+    monkeypatch.setattr("worker.runner.build.choose_stack", lambda plain, *_: plain)
     for owner, name in WHERE:
         monkeypatch.setattr(owner, name, with_moments(getattr(owner, name)))
     for name in PARTS:

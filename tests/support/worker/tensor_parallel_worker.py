@@ -59,7 +59,7 @@ def lack_memory(every: int) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return compute(linear, x, *adapters)
 
-    build.choose_stack = lambda plain, _: plain
+    build.choose_stack = lambda plain, *_: plain
     RowLinear.__call__ = computed  # type: ignore[assignment, method-assign]
 
 
