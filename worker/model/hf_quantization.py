@@ -8,6 +8,8 @@ from worker.model.hf_config import HfConfig
 from worker.model.spec import UnsupportedModel
 from worker.model.weight_format import Arrangement, CodeType, WeightFormat
 
+#: Routers of mixtures of experts, which GPTQ leaves as they are without a word in the config.
+_ROUTERS = (r"re:.*\.(gate|shared_expert_gate)$",)
 #: Largest number of inputs or outputs that may share a scale.
 _LARGEST_GROUP = 2**31 - 1
 
@@ -171,7 +173,7 @@ def _gptq(section: HfConfig) -> WeightFormat:
     codes: CodeType = "int4" if section.get("bits") == 4 else "int8"
     offset = 1 if checkpoint == "gptq" else 0
     group = _group_size(section)
-    return WeightFormat("gptq", codes, "gptq", group, 1, has_zeros, offset, (), "scales")
+    return WeightFormat("gptq", codes, "gptq", group, 1, has_zeros, offset, _ROUTERS, "scales")
 
 
 def _mxfp4(section: HfConfig) -> WeightFormat:

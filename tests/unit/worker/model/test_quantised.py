@@ -111,6 +111,16 @@ FAMILIES = {
     "packed int4, zeros": replace(
         CHECKPOINTS["qwen2_moe, a dense layer"], heads=6, kv_heads=2, head_dim=12
     ),
+    "gptq": Checkpoint(
+        "qwen3_moe",
+        *(6, 2, 12),
+        {
+            "hidden_size": 48,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
 }
 
 
