@@ -109,10 +109,10 @@ class Runners:
     async def _run(self, batch_id: str, run: BatchRun) -> None:
         try:
             await run.run()
-        except (NotRunner, ObjectConflict) as error:
+        except NotRunner as error:
             log.info("batch left to another router", batch_id=batch_id, cause=error)
-        except EverliftError as error:
-            # The next scan continues it.
+        except (EverliftError, ObjectConflict) as error:
+            # The next scan continues it, unless another router has taken it over.
             log.warning("batch interrupted", batch_id=batch_id, cause=error)
         except Exception:
             log.exception("batch interrupted by an unexpected error", batch_id=batch_id)
