@@ -153,11 +153,8 @@ def read_spec(directory: str | Path) -> ModelSpec:
     if weight_format is not None:
         is_stacked = weight_format.arrangement == "stacked"
         if spec.tensors.stacked_experts != is_stacked:
-            supported = "mxfp4" if spec.tensors.stacked_experts else "others than mxfp4"
-            raise UnsupportedModel(
-                f"{weight_format.title} weights of this architecture are not supported; "
-                f"supported: {supported}"
-            )
+            where = "only for gpt-oss" if is_stacked else "not for gpt-oss: mxfp4 is"
+            raise UnsupportedModel(f"{weight_format.title} weights are supported {where}")
         sizes, group = (spec.hidden_size, spec.intermediate_size), weight_format.group or 1
         if is_stacked and any(size % group for size in sizes):
             raise UnsupportedModel(

@@ -135,8 +135,11 @@ QWEN_MOE = {"architectures": ["Qwen2MoeForCausalLM"]}
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
         ({"hidden_act": "relu"}, ["hidden_act", "relu", "silu"]),
         ({"quantization_config": {"bits": 4}}, ["method None", "fp8, compressed-tensors, awq"]),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, ["mxfp4", "others than mxfp4"]),
-        (GPT_OSS | {"quantization_config": {"quant_method": "fp8"}}, ["fp8", "supported: mxfp4"]),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, ["mxfp4", "only for gpt-oss"]),
+        (
+            GPT_OSS | {"quantization_config": {"quant_method": "fp8"}},
+            ["fp8", "not for gpt-oss: mxfp4 is"],
+        ),
         (GPT_OSS | {"swiglu_limit": 5.0}, ["swiglu_limit", "7.0"]),
         ({"attention_bias": 1}, ["attention_bias", "true or false"]),
         ({"hidden_size": None}, ["hidden_size"]),
