@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from tests.support.worker.weights_support import Pieces
 from worker.model import dummy, filling
-from worker.model.layers import Piece
+from worker.model.piece import Piece
 from worker.model.sharing import bounds_of, runs
 from worker.model.weights import load
 

@@ -31,7 +31,6 @@ from worker.model.layers import (
     Adapter,
     ColumnLinear,
     Part,
-    Piece,
     Placement,
     RmsNorm,
     RowLinear,
@@ -42,6 +41,7 @@ from worker.model.lora import StepAdapters
 from worker.model.matrix import Packing
 from worker.model.mixture import Mixture
 from worker.model.mlp import Mlp
+from worker.model.piece import Piece
 from worker.model.rope import Angle, RotaryTable
 from worker.model.sharing import HeadShare, share_heads
 from worker.model.spec import Experts, LayerSpec, ModelSpec

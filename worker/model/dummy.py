@@ -19,7 +19,7 @@ from torch import Tensor
 from everlift.progress import Progress, ignore_progress
 from worker.model.decoder import Decoder
 from worker.model.filling import Filler
-from worker.model.layers import Piece
+from worker.model.piece import Piece
 from worker.model.sharing import Run
 from worker.model.weight_format import EXPONENTS_NAME, SCALE_NAMES
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from everlift.progress import Progress
-from worker.model.layers import Piece
+from worker.model.piece import Piece
 from worker.model.sharing import Run, runs
 
 #: Reads runs of a stored tensor into a flat tensor, in order and without gaps.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from worker.model.lora import LinearAdapters, LowRank, StepAdapters
 from worker.model.matrix import Matrix, Packing
-from worker.model.piece import Piece as Piece
+from worker.model.piece import Piece
 from worker.model.pointwise import TORCH, Pointwise
 from worker.model.quantised import Block, Quantised
 from worker.model.sharing import Share, tail_padded

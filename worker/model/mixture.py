@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from worker.model.compiled_mixture import CompiledMixture, compiled_mixture
-from worker.model.layers import ColumnLinear, Part, Piece, Placement
+from worker.model.layers import ColumnLinear, Part, Placement
 from worker.model.lora import StepAdapters
 from worker.model.matrix import Packing
 from worker.model.mlp import Mlp
+from worker.model.piece import Piece
 from worker.model.sharing import Share
 from worker.model.spec import Experts, ModelSpec
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from worker.model.layers import ColumnLinear, Part, Piece, Placement, RowLinear, column_parts
+from worker.model.layers import ColumnLinear, Part, Placement, RowLinear, column_parts
 from worker.model.lora import StepAdapters
 from worker.model.matrix import Packing
+from worker.model.piece import Piece
 from worker.model.sharing import tail_padded
 from worker.model.spec import ModelSpec
 

@@ -33,7 +33,7 @@ from worker.model.decoder import Decoder
 from worker.model.filling import Filler, Read, read_exactly
 from worker.model.gguf_weights import GgufStoredTensor, gguf_reading, read_gguf_tensors
 from worker.model.hf_config import HfConfig
-from worker.model.layers import Piece
+from worker.model.piece import Piece
 from worker.model.sharing import Run
 from worker.model.spec import ModelSpec
 from worker.model.weight_format import EXPONENTS_NAME, SCALE_NAMES, WeightFormat

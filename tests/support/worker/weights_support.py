@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from worker.model.decoder import Decoder
-from worker.model.layers import Piece
+from worker.model.piece import Piece
 from worker.parallel.group import Group
 
 

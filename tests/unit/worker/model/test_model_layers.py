@@ -18,9 +18,10 @@ from worker.attention.reference import ReferenceAttention
 from worker.device.kv_cache import KVCache
 from worker.engine.plan import Row, Rows
 from worker.model.decoder import Decoder
-from worker.model.layers import ColumnLinear, Part, Piece, Placement, RmsNorm, RowLinear, VocabTable
+from worker.model.layers import ColumnLinear, Part, Placement, RmsNorm, RowLinear, VocabTable
 from worker.model.matrix import Packing
 from worker.model.onednn import OneDnnPacking
+from worker.model.piece import Piece
 from worker.model.sharing import tail_padded
 from worker.model.spec import ModelSpec
 from worker.parallel.group import Group

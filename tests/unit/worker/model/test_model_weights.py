@@ -18,7 +18,8 @@ from tests.support.worker.weights_support import Pieces, Rank
 from worker.model.checkpoint import BadCheckpoint
 from worker.model.decoder import Decoder
 from worker.model.families import read_spec
-from worker.model.layers import Piece, Placement
+from worker.model.layers import Placement
+from worker.model.piece import Piece
 from worker.model.weights import load
 from worker.parallel.group import Group
 
