@@ -116,6 +116,8 @@ class Waiting(NamedTuple):
     session: int = 0
     #: LoRA adapter that the worker must serve; empty: none
     adapter: str = ""
+    #: name of the model that the worker must serve
+    model: str = ""
     #: share of the recent requests whose sessions had attained less service, below 1; set by the
     #: leader when the request enters its queue
     attained_rank: float = 0.0
@@ -159,6 +161,7 @@ class Waiting(NamedTuple):
             cached_tokens=min(message.cached_tokens, max(0, message.prompt_tokens - 1)),
             session=message.session,
             adapter=message.adapter,
+            model=message.model,
         )
 
 

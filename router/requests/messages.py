@@ -114,6 +114,7 @@ def waiting(
         cached_tokens=cached_tokens,
         session=request.session,
         adapter=request.adapter,
+        model=request.model,
         **live.prediction.queue_key._asdict(),
     )
 
@@ -148,6 +149,7 @@ def arriving(
         cached_tokens=prediction.cached_tokens,
         session=request.session,
         adapter=request.adapter,
+        model=request.model,
         **prediction.queue_key._asdict(),
     )
 
@@ -165,6 +167,7 @@ def running(live: LiveRequest, moves_left: int) -> session_pb2.Running:
         choices=len(live.unfinished),
         due=_finite_or_zero(live.due),
         adapter=live.request.adapter,
+        model=live.request.model,
         **live.prediction.queue_key._asdict(),
     )
 

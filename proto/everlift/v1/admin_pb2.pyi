@@ -290,6 +290,7 @@ class WorkerKind(google.protobuf.message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: builtins.int
     STEP_TIME_FIELD_NUMBER: builtins.int
     ENGINE_POLICY_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
     workers: builtins.int
     device: builtins.str
     """device of a rank, by its manufacturer's name"""
@@ -300,6 +301,7 @@ class WorkerKind(google.protobuf.message.Message):
     max_num_batched_tokens: builtins.int
     engine_policy: builtins.str
     """name of the batching policy in effect"""
+    model: builtins.str
     @property
     def step_time(self) -> Global___StepTimeModel:
         """fitted to their steps; unset: too few steps so far"""
@@ -316,9 +318,10 @@ class WorkerKind(google.protobuf.message.Message):
         max_num_batched_tokens: builtins.int = ...,
         step_time: Global___StepTimeModel | None = ...,
         engine_policy: builtins.str = ...,
+        model: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["step_time", b"step_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "engine_policy", b"engine_policy", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "step_time", b"step_time", "tensor_parallel", b"tensor_parallel", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "engine_policy", b"engine_policy", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "step_time", b"step_time", "tensor_parallel", b"tensor_parallel", "workers", b"workers"]) -> None: ...
 
 Global___WorkerKind: typing_extensions.TypeAlias = WorkerKind
 

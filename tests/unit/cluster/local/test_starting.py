@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cluster.local.start_reporter import StartReporter
 from everlift.transport import GRPC
 from everlift.v1 import session_pb2, session_pb2_grpc
-from router.admission.scheduler import StartingWorkers
+from router.admission.starting_workers import StartingWorkers
 
 Context = grpc.aio.ServicerContext[Any, Any]
 HEARD = st.tuples(st.sampled_from("abc"), st.sampled_from([0.0, 1.0, 5.0]), st.floats(0.0, 3.0))

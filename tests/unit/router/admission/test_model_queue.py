@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from everlift.v1 import inference_pb2
 from everlift.v1 import session_pb2 as pb
 from router.admission.handover import HandoverSender
+from router.admission.model_queue import Placed
 from router.admission.policy import Rules, key_of, policy_of
 from router.admission.request import Key, Waiting
-from router.admission.scheduler import Placed
 from router.admission.workers import Capacity, Load
 from router.config import Order
 from tests.support.router.admission_support import CONFIG, Cluster, waiting
@@ -102,7 +102,7 @@ def test_reserve_places_request_if_queue_is_empty() -> None:
     cluster.add_worker("w", Load(1))
     placed = reserve(cluster)
     assert placed is not None and (placed.worker_id, placed.epoch) == ("w", 7)
-    assert cluster.leader_state.offered_tokens == placed.waiting.work_tokens
+    assert cluster.queue.offered_tokens == placed.waiting.work_tokens
     cluster.leader_state.on_dispatched(placed, "g")
     assert (cluster.leader_state.running, cluster.leader_state.queued) == (1, 0)
 
@@ -117,9 +117,9 @@ def test_reservation_counts_until_it_is_released() -> None:
     ]
     assert [it is not None for it in reserved] == [True] * 4 + [False]
     assert reserved[0] is not None
-    offered = cluster.leader_state.offered_tokens
+    offered = cluster.queue.offered_tokens
     cluster.leader_state.cancel_reservation(reserved[0])
-    assert cluster.leader_state.offered_tokens == offered - reserved[0].waiting.work_tokens
+    assert cluster.queue.offered_tokens == offered - reserved[0].waiting.work_tokens
     assert cluster.leader_state.reserve(waiting("again"), 0.0, lambda: 99) is not None
 
 
@@ -278,7 +278,7 @@ def test_reservation_is_charged_when_confirmed() -> None:
     assert cluster.leader_state.running == 1
     for name in ("a/2", "b/2"):
         cluster.enqueue(name)
-    assert cluster.leader_state.service_gap == kept.waiting.prefill_tokens
+    assert cluster.queue.service_gap == kept.waiting.prefill_tokens
 
 
 def test_attained_order_counts_prompts_and_reported_outputs() -> None:
@@ -360,8 +360,8 @@ def test_move_order_prefers_earlier_deadline_over_arrival() -> None:
     cluster.connect()
     cluster.runs("old", "home", preempted=True, arrived=1.0)
     cluster.runs("due", "home", preempted=True, arrived=2.0, due=50.0)
-    moving = cluster.leader_state._move_policy.candidates(
-        cluster.leader_state._running.preempted(), None, cluster.leader_state._key
+    moving = cluster.queue._move_policy.candidates(
+        cluster.queue._running.preempted(), None, cluster.queue._key
     )
     assert [running.request_id for running, _ in moving] == ["due", "old"]
 
@@ -371,11 +371,11 @@ def test_attained_rank_is_kept_when_a_request_is_reported_again() -> None:
     cluster.connect()
     cluster.hear(pb.GatewayMessage(session_outputs=[pb.SessionOutput(session=7, tokens=100)]))
     cluster.enqueue("a", session=7)
-    before = cluster.leader_state._queue.get("a", "g")
+    before = cluster.queue._queue.get("a", "g")
     cluster.hear(pb.GatewayMessage(session_outputs=[pb.SessionOutput(session=7, tokens=900)]))
     for number in range(9):
         cluster.enqueue(f"other{number}")
     cluster.enqueue("a", session=7)
-    after = cluster.leader_state._queue.get("a", "g")
+    after = cluster.queue._queue.get("a", "g")
     assert before is not None and after is not None
     assert before.attained_rank == after.attained_rank > 0
