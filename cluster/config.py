@@ -185,6 +185,11 @@ class Config:
             internal_tls=self.internal_tls,
         )
 
+    def single_worker(self) -> Config:
+        """Return this configuration with one worker of the main model, and no other model."""
+        router = replace(self.router, more_models=())
+        return replace(self, num_workers=1, autoscale=AutoscaleConfig(), models={}, router=router)
+
     def with_sources(self, group: str, model_revision: str, adapters: tuple[str, ...]) -> Config:
         """Return this configuration with another revision and other adapters of a group's model."""
         whole = self.models[group] if group else self
