@@ -89,8 +89,7 @@ async def _run_router(launch: RouterLaunch, send_report: SendReport, stop: async
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, stop.set)
     ledger = await connect(launch.ledger)
     router = await Router.start(launch.router, ledger, ledger_config=launch.ledger)
-    [model] = launch.router.models
-    router.reconfigure(launch.router, {}, {model.name: launch.num_workers})
+    router.reconfigure(launch.router, {}, launch.num_workers)
     heap.freeze_heap()
     send_report(
         {
