@@ -229,6 +229,8 @@ class Router:
         weight_of = self._access.weight_of if self._access else None
         self._leader = Leader(config, self.router_id, self.internal_address, ledger, weight_of)
         self._leader_client = LeaderClient(self.router_id, self._leader, self._transport)
+        for demand in self._demands.values():
+            self._leader_client.report_demand(demand)
 
     def _wire_requests(self, ledger: Ledger) -> None:
         config = self.config
@@ -269,7 +271,11 @@ class Router:
             self._runtime_policy,
         )
         self._admin = AdminServer(
-            self._sessions, self._runtime_policy, self._ledger, self._leader.view
+            self._sessions,
+            self._runtime_policy,
+            self._ledger,
+            self._leader.view,
+            self._models,
         )
         self._inference = Inference(self._requests, self._models, self._transport, self._traces)
 

@@ -107,8 +107,11 @@ class RouterFrame(google.protobuf.message.Message):
     FAULT_FIELD_NUMBER: builtins.int
     ENGINE_POLICY_FIELD_NUMBER: builtins.int
     CONFIRMED_EPOCHS_FIELD_NUMBER: builtins.int
+    NEXT_MODEL_FIELD_NUMBER: builtins.int
     drain: builtins.bool
     """accept no more starts, and return all sequences"""
+    next_model: builtins.str
+    """drain, then serve this model; empty: unchanged"""
     @property
     def hello(self) -> Global___RouterHello: ...
     @property
@@ -137,9 +140,10 @@ class RouterFrame(google.protobuf.message.Message):
         fault: everlift.v1.chaos_pb2.Fault | None = ...,
         engine_policy: Global___EnginePolicy | None = ...,
         confirmed_epochs: collections.abc.Iterable[builtins.int] | None = ...,
+        next_model: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["engine_policy", b"engine_policy", "fault", b"fault", "hello", b"hello"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "confirmed_epochs", b"confirmed_epochs", "drain", b"drain", "engine_policy", b"engine_policy", "fault", b"fault", "hello", b"hello", "starts", b"starts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "confirmed_epochs", b"confirmed_epochs", "drain", b"drain", "engine_policy", b"engine_policy", "fault", b"fault", "hello", b"hello", "next_model", b"next_model", "starts", b"starts"]) -> None: ...
 
 Global___RouterFrame: typing_extensions.TypeAlias = RouterFrame
 
@@ -392,6 +396,8 @@ class WorkerInfo(google.protobuf.message.Message):
     ARITHMETIC_FIELD_NUMBER: builtins.int
     ADAPTERS_FIELD_NUMBER: builtins.int
     MAX_IMAGES_FIELD_NUMBER: builtins.int
+    OTHER_MODELS_FIELD_NUMBER: builtins.int
+    FIRST_MODEL_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """id of this run of the worker; a restarted worker has another id"""
     address: builtins.str
@@ -420,9 +426,15 @@ class WorkerInfo(google.protobuf.message.Message):
     """
     max_images: builtins.int
     """maximum number of images of a request; 0: the worker takes no images"""
+    first_model: builtins.str
+    """model for which the worker was started"""
     @property
     def adapters(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Digests of the files of the LoRA adapters that the worker serves, by the adapters' names."""
+
+    @property
+    def other_models(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """models that the worker can serve instead (next_model)"""
 
     def __init__(
         self,
@@ -445,8 +457,10 @@ class WorkerInfo(google.protobuf.message.Message):
         arithmetic: builtins.str = ...,
         adapters: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         max_images: builtins.int = ...,
+        other_models: collections.abc.Iterable[builtins.str] | None = ...,
+        first_model: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "address", b"address", "arithmetic", b"arithmetic", "block_size", b"block_size", "device", b"device", "fingerprint", b"fingerprint", "host_load_s", b"host_load_s", "max_images", b"max_images", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "pid", b"pid", "ray_cluster", b"ray_cluster", "tensor_parallel", b"tensor_parallel", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "address", b"address", "arithmetic", b"arithmetic", "block_size", b"block_size", "device", b"device", "fingerprint", b"fingerprint", "first_model", b"first_model", "host_load_s", b"host_load_s", "max_images", b"max_images", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "other_models", b"other_models", "pid", b"pid", "ray_cluster", b"ray_cluster", "tensor_parallel", b"tensor_parallel", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
 
 Global___WorkerInfo: typing_extensions.TypeAlias = WorkerInfo
 
@@ -1220,6 +1234,8 @@ class StepLog(google.protobuf.message.Message):
     NOW_FIELD_NUMBER: builtins.int
     SETTLE_FIELD_NUMBER: builtins.int
     ENGINE_POLICY_FIELD_NUMBER: builtins.int
+    NEXT_MODEL_FIELD_NUMBER: builtins.int
+    RENDEZVOUS_FIELD_NUMBER: builtins.int
     previous_digest: builtins.bytes
     """Digest of the last plan and of the results that the last step committed."""
     stop: builtins.bool
@@ -1230,6 +1246,11 @@ class StepLog(google.protobuf.message.Message):
     """commit the step in flight before all other actions"""
     engine_policy: builtins.str
     """name of the new batching policy; empty: unchanged"""
+    next_model: builtins.str
+    """With stop: model that the worker serves next, and address of rank 0 for the ranks to meet
+    again. Empty: the worker ends.
+    """
+    rendezvous: builtins.str
     @property
     def starts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Start]: ...
     @property
@@ -1254,9 +1275,11 @@ class StepLog(google.protobuf.message.Message):
         now: builtins.float = ...,
         settle: builtins.bool = ...,
         engine_policy: builtins.str = ...,
+        next_model: builtins.str = ...,
+        rendezvous: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["fault", b"fault"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "engine_policy", b"engine_policy", "fault", b"fault", "held_slots", b"held_slots", "now", b"now", "previous_digest", b"previous_digest", "settle", b"settle", "starts", b"starts", "stop", b"stop"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "engine_policy", b"engine_policy", "fault", b"fault", "held_slots", b"held_slots", "next_model", b"next_model", "now", b"now", "previous_digest", b"previous_digest", "rendezvous", b"rendezvous", "settle", b"settle", "starts", b"starts", "stop", b"stop"]) -> None: ...
 
 Global___StepLog: typing_extensions.TypeAlias = StepLog
 

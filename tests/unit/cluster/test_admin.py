@@ -23,6 +23,8 @@ from router.config import RouterConfig
 from router.leader.policy_store import RuntimePolicy
 from router.ledger.base import LoadReport
 from router.ledger.memory.memory import MemoryLedger
+from router.requests.served_models import ServedModels
+from router.requests.tokenizer import ServedModel
 from tests.support.ledger.ledgers import Clock
 from tests.support.router.restored_logging import restored_logging
 
@@ -98,7 +100,13 @@ async def router() -> AsyncIterator[Router]:
     clock = Clock()
     ledger = FailingLedger(clock)
     runtime_policy = RuntimePolicy(CONFIG, ledger, ())
-    admin = AdminServer(sessions, runtime_policy, ledger, lambda _: None)  # type: ignore[arg-type]
+    admin = AdminServer(
+        sessions,  # type: ignore[arg-type]
+        runtime_policy,
+        ledger,
+        lambda _: None,
+        ServedModels([ServedModel.load("fake")]),
+    )
     server.add_generic_rpc_handlers((admin.handlers(OPEN),))
     inference_pb2_grpc.add_InferenceServicer_to_server(status, server)
     port = server.add_insecure_port("127.0.0.1:0")
