@@ -42,7 +42,7 @@ class Refused(RuntimeError):
 
 @serve.deployment(name="worker", health_check_period_s=1.0, health_check_timeout_s=10.0)
 class WorkerDeployment:
-    """Deployment of a worker; ``router`` is the handle of the router's deployment.
+    """Deployment of the workers of a model; ``router`` is the handle of the router's deployment.
 
     Settings that change without a restart are the deployment's user_config, which Serve passes to
     ``reconfigure`` (cluster/ray/deployments.py).
@@ -56,7 +56,8 @@ class WorkerDeployment:
         rank_env: dict[str, str],
         log_dir: Path,
     ) -> None:
-        logs.configure("worker", path=log_dir / f"worker-{os.getpid()}.log")
+        name = serve.get_replica_context().deployment
+        logs.configure(name, path=log_dir / f"{name}-{os.getpid()}.log")
         self._config = config
         self._router = router
         self._rank_resources = rank_resources
@@ -132,7 +133,7 @@ class WorkerDeployment:
 
     async def _report_start(self, name: str, seconds: float, elapsed_s: float) -> None:
         try:
-            await self._router.worker_starts.remote(name, seconds, elapsed_s)
+            await self._router.worker_starts.remote(name, seconds, elapsed_s, self._config.name)
         except Exception as error:
             log.info("start not reported", cause=str(error))
 
