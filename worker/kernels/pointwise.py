@@ -65,7 +65,13 @@ def gate_and_multiply(
     source = gate_up + token * token_stride + columns
     gate = tl.load(source, mask=within, other=0.0)
     up = tl.load(source + width, mask=within, other=0.0).to(tl.float32)
-    x = gate.to(tl.float32)
+    active = gated(gate.to(tl.float32), up, ACTIVATION)
+    tl.store(out + token * width + columns, active.to(gate.dtype), mask=within)
+
+
+@triton.jit
+def gated(x, up, ACTIVATION: tl.constexpr):
+    """Return the activation of the gate ``x`` times ``up``, both fp32."""
     if ACTIVATION == "silu":
         active = x / (1.0 + tl.exp(-x))
     elif ACTIVATION == "gelu":
@@ -78,4 +84,4 @@ def gate_and_multiply(
         # x * sigmoid(2 y) is x / 2 * (1 + tanh(y))
         twice = 1.5957691216057308 * (x + 0.044715 * x * x * x)
         active = x / (1.0 + tl.exp(-twice))
-    tl.store(out + token * width + columns, (active * up).to(gate.dtype), mask=within)
+    return active * up

@@ -45,7 +45,15 @@ def _fp8(section: HfConfig) -> WeightFormat:
     ]
     block = section.get("weight_block_size")
     outputs, group = (None, None) if block is None else _block(section, "weight_block_size")
-    return WeightFormat("fp8", "e4m3", "elements", group, outputs, excluded=tuple(excluded))
+    return WeightFormat(
+        "fp8",
+        "e4m3",
+        "elements",
+        group,
+        outputs,
+        excluded=tuple(excluded),
+        fp8_activations=section.get("activation_scheme") == "dynamic",
+    )
 
 
 def _block(section: HfConfig, key: str) -> tuple[int, int]:
@@ -105,8 +113,24 @@ def _compressed(section: HfConfig) -> WeightFormat:
         )
     excluded = _excluded(section, "ignore")
     return WeightFormat(
-        "compressed-tensors", code_type, arrangement, group, outputs, has_zeros, 0, excluded
+        "compressed-tensors",
+        code_type,
+        arrangement,
+        group,
+        outputs,
+        has_zeros,
+        0,
+        excluded,
+        fp8_activations=code_type == "e4m3" and _has_dynamic_fp8(section),
     )
+
+
+def _has_dynamic_fp8(section: HfConfig) -> bool:
+    """Return whether the inputs of all quantised layers are quantised to FP8 as they come."""
+    groups = section.section("config_groups")
+    inputs = [groups.section(name).section("input_activations") for name in groups]
+    forms = [(each.get("num_bits"), each.get("type"), each.get("dynamic")) for each in inputs]
+    return all(form == (8, "float", True) for form in forms)
 
 
 def _weights_of_groups(section: HfConfig) -> HfConfig:

@@ -41,6 +41,8 @@ class Packing(Protocol):
     supports_rows: bool
     #: whether to pack an embedding that is only looked up and never multiplied with
     packs_embeddings: bool
+    #: whether Triton kernels multiply the weights
+    by_kernels: bool
 
     def pack(self, weight: Tensor) -> Form | None:
         """Return ``weight`` in the packed layout, which may reuse its memory.

@@ -81,7 +81,7 @@ class OneDnnPacking:
     of experts, or None to pack them like other weights.
     """
 
-    supports_rows = packs_embeddings = False
+    supports_rows = packs_embeddings = by_kernels = False
 
     def __init__(self, experts: Callable[[], Packing | None] = lambda: None) -> None:
         self._experts = experts

@@ -161,6 +161,7 @@ class PanelPacking:
     """
 
     supports_rows = True
+    by_kernels = False
 
     def __init__(
         self,

@@ -56,6 +56,8 @@ class WeightFormat:
     scales: str = "weight_scale"
     #: type of the scales in the files, as safetensors names it
     scale_type: str = "F32"
+    #: whether inputs are quantised to e4m3 too, with scales of their own, where a device can
+    fp8_activations: bool = False
 
     @property
     def title(self) -> str:

@@ -17,6 +17,7 @@ from worker.attention.choice import choose_attention
 from worker.config import WorkerConfig
 from worker.device.device import choose_device, choose_dtype, kind_of, use_threads
 from worker.engine.step_times import STOPPED, Stopwatch
+from worker.kernels.trial import kernels_work, why_no_kernels
 from worker.model import dummy, weights
 from worker.model.adapter_weights import load_adapters
 from worker.model.adapters import NO_ADAPTERS
@@ -41,6 +42,9 @@ from worker.runner.swap import build_host_cache
 from worker.runner.warm_up import warm_up_plans
 
 log = logs.get_logger(__name__)
+
+#: Least compute capability of GPUs that multiply numbers of e4m3.
+_FP8_CAPABILITY = (8, 9)
 
 
 def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOPPED) -> TorchRunner:
@@ -178,15 +182,17 @@ def _load(config: WorkerConfig, directory: Path, place: Placement) -> LoadedMode
     adapters = load_adapters(decoder, spec, config.adapters, directory, place)
     if place.device.type == "cpu":
         optimize_for_cpu(decoder, spec, place.dtype, packed)
+    else:
+        optimize_for_gpu(decoder, place.device)
     digests = {adapter.name: adapter.digest for adapter in adapters}
     return LoadedModel(decoder, spec.vocab_size, max_model_len, kv_shape, parameter_bytes, digests)
 
 
 def check_device(format: WeightFormat, device: torch.device) -> None:
     """Raise UnsupportedModel if ``device`` cannot multiply weights of ``format``."""
-    if device.type != "cpu":
+    if device.type == "cuda" and (cause := why_no_kernels(device)):
         raise UnsupportedModel(
-            f"{format.title} weights are not supported on {device.type}; supported: cpu"
+            f"{format.title} weights are not supported on cuda without Triton's kernels: {cause}"
         )
 
 
@@ -240,6 +246,18 @@ def optimize_for_cpu(
         stack=type(decoder.stack).__name__,
         kernels=describe_kernels(dtype, packed, torch.get_num_threads(), codes),
     )
+
+
+def optimize_for_gpu(decoder: Decoder, device: torch.device) -> None:
+    """Pack the loaded weights of ``decoder`` for a GPU; they cannot be loaded again afterwards."""
+    if not kernels_work(device):
+        return
+    # Imported only for a GPU, because Triton may not be installed elsewhere.
+    from worker.model.kernel_linear import KernelPacking
+
+    facts = torch.cuda.get_device_properties(device)
+    has_fp8 = (facts.major, facts.minor) >= _FP8_CAPABILITY
+    decoder.pack(KernelPacking(facts.multi_processor_count, has_fp8))
 
 
 def _load_with_transformers(config: WorkerConfig, directory: Path, place: Placement) -> LoadedModel:

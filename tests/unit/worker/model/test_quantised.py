@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,8 +41,9 @@ from worker.model.decoder import Decoder
 from worker.model.families import read_spec
 from worker.model.hf_config import HfConfig
 from worker.model.hf_quantization import read_format
+from worker.model.kernel_linear import KernelLinear
 from worker.model.layers import Placement
-from worker.model.matrix import Matrix, are_close
+from worker.model.matrix import Matrix, Plain, are_close
 from worker.model.onednn import OneDnnPacking
 from worker.model.quantised import Block, Quantised
 from worker.model.spec import UnsupportedModel
@@ -49,9 +51,16 @@ from worker.model.stack import CompiledStack
 from worker.model.weight_format import CodeType, WeightFormat
 from worker.model.weights import with_stored_scales
 from worker.parallel.group import Group
-from worker.runner.build import check_device
+from worker.runner.build import check_device, optimize_for_gpu
 
 LENGTHS = (40, 9, 23)
+
+
+def with_inputs(**inputs: Any) -> dict[str, Any]:
+    """Return a configuration with FP8 weights, and with quantised inputs."""
+    config = compressed_config("float-quantized", num_bits=8, type="float", strategy="channel")
+    config["config_groups"]["group_0"]["input_activations"] = inputs
+    return config
 
 
 @pytest.fixture(params=FORMATS, scope="module")
@@ -338,12 +347,50 @@ def test_read_format_names_unsupported_format(changes: dict[str, Any], words: li
     assert all(word in str(refused.value) for word in words), refused.value
 
 
-def test_check_device_names_format_that_gpu_lacks() -> None:
+def test_check_device_names_format_that_gpu_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     form = read_format(HfConfig({"quantization_config": FORMATS["awq"].config}, "config.json"))
     assert form is not None
+    monkeypatch.setattr("worker.runner.build.why_no_kernels", lambda _: "no compiler")
     check_device(form, torch.device("cpu"))
-    with pytest.raises(UnsupportedModel, match="awq int4 weights are not supported on cuda"):
+    with pytest.raises(UnsupportedModel, match=r"awq int4 weights .* on cuda .*: no compiler"):
         check_device(form, torch.device("cuda"))
+    monkeypatch.setattr("worker.runner.build.why_no_kernels", lambda _: "")
+    check_device(form, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(("capability", "has_fp8"), [((8, 0), False), ((8, 9), True)])
+def test_gpu_quantises_inputs_to_fp8_if_it_multiplies_them(
+    capability: tuple[int, int], has_fp8: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = save_llama(tmp_path / "plain", intermediate_size=104, num_hidden_layers=1)
+    directory = save_quantised(plain, tmp_path / "quantised", FORMATS["fp8, tensor"])
+    place = Placement(Group.single(), torch.float16, torch.device("cpu"))
+    decoder = Decoder(with_stored_scales(read_spec(directory), directory), 64, place)
+    major, minor = capability
+    facts = SimpleNamespace(major=major, minor=minor, multi_processor_count=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+    monkeypatch.setattr("worker.runner.build.kernels_work", lambda _: True)
+    optimize_for_gpu(decoder, torch.device("cuda"))
+    form = decoder.layer_by_layer.layers[0].attention.qkv.weight.form
+    assert isinstance(form, KernelLinear)
+    assert form.fp8 == has_fp8
+    assert isinstance(decoder.layer_by_layer.head.weight.form, Plain)
+
+
+@pytest.mark.parametrize(
+    ("changes", "has_fp8"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, True),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, False),
+        (compressed_config("float-quantized", num_bits=8, type="float", strategy="channel"), False),
+        (with_inputs(num_bits=8, type="float", dynamic=True, strategy="token"), True),
+        (with_inputs(num_bits=8, type="float", dynamic=False, strategy="tensor"), False),
+    ],
+)
+def test_read_format_tells_whether_inputs_are_fp8(changes: dict[str, Any], has_fp8: bool) -> None:
+    form = read_format(HfConfig({"quantization_config": changes}, "config.json"))
+    assert form is not None
+    assert form.fp8_activations == has_fp8
 
 
 @pytest.mark.parametrize(
