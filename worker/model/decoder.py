@@ -347,11 +347,17 @@ class Decoder:
             place.dtype,
             sums_squares=spec.qk_norm == "all",
         )
-        #: whether the shapes of all operations follow from the number of tokens, as captured decode
-        #: steps require; those of a mixture of experts depend on the router's choices
-        self.has_fixed_shapes = not spec.has_experts
         self._logits_divisor = spec.logits_divisor
         self._logits_softcap = spec.logits_softcap
+
+    @property
+    def has_fixed_shapes(self) -> bool:
+        """Return whether the shapes of all operations follow from the number of tokens.
+
+        Captured decode steps require this. Those of a loop over experts depend on the router.
+        """
+        mlps = [layer.mlp for layer in self.layer_by_layer.layers]
+        return all(isinstance(mlp, Mlp) or mlp.kernels is not None for mlp in mlps)
 
     def forward(
         self,

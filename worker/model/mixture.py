@@ -4,8 +4,9 @@
     y = sum of p[e] * expert[e](x)                 over the top_k experts e with the largest p
         + sigmoid(shared_gate(x)) * shared(x)      if there is a shared expert
 
-One C++ call computes the block if all weights are in panels (mixture.h); otherwise a loop over the
-experts does, each with just the tokens that chose it.
+One C++ call computes the block if all weights are in panels (mixture.h), and a few kernels do on a
+GPU (kernel_mixture.py); otherwise a loop over the experts does, each with just the tokens that
+chose it.
 
 The router is held by every rank, and one sum over the ranks makes the result of the whole block. A
 router's near tie is decided alike on all ranks, because they have the same hidden states and run
@@ -14,7 +15,7 @@ the same code; ranks on different CPUs need EVERLIFT_CPU_LEVEL for that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -59,6 +60,8 @@ class Mixture:
         self.router = ColumnLinear(tuple(outputs), spec.hidden_size, experts.router_bias, place)
         #: the C++ call, if all weights are in panels
         self.compiled: CompiledMixture | None = None
+        #: the kernels of a GPU
+        self.kernels: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         """Return the result; ``adapters`` is ignored, because none adapts a mixture of experts."""
@@ -66,7 +69,7 @@ class Mixture:
 
     def partial(self, x: Tensor) -> Tensor:
         """Return this rank's part of the result; the sum over the ranks is the result."""
-        return self._loop(x) if self.compiled is None else self.compiled(x)
+        return (self.compiled or self.kernels or self._loop)(x)
 
     def _loop(self, x: Tensor) -> Tensor:
         weights = expert_weights(self.router(x), self.form)
@@ -84,7 +87,13 @@ class Mixture:
         self.router.pack(packing)
         for expert in self.experts:
             expert.pack(packing)
-        self.compiled = compiled_mixture(self.form, self.router, self.experts)
+        if packing.by_kernels:
+            # Imported only for a GPU, because Triton may not be installed elsewhere.
+            from worker.model.kernel_mixture import KernelMixture
+
+            self.kernels = KernelMixture(self.form, self.router, self.experts)
+        else:
+            self.compiled = compiled_mixture(self.form, self.router, self.experts)
 
     def pieces(self) -> Iterator[Piece]:
         yield from self.router.pieces()

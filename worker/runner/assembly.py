@@ -98,7 +98,7 @@ class Assembly:
     def capture(self) -> DecodeGraphs | None:
         """Capture the decode steps as graphs; return None on a CPU, or if a rank cannot capture.
 
-        A collective: all ranks must call it. Transformers' modules, mixtures of experts, torch's
+        A collective: all ranks must call it. Transformers' modules, loops over experts, torch's
         attention and collectives that wait on the host cannot be captured. All ranks capture or
         none, because replaying a step includes its collectives.
         """

@@ -20,6 +20,7 @@ from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.decoder import Decoder
 from worker.model.families import read_spec
 from worker.model.layers import Placement
+from worker.model.matrix import Packing
 from worker.model.sharing import local_kv_heads
 from worker.parallel.group import Group
 from worker.runner.build import optimize_for_cpu
@@ -155,14 +156,19 @@ class SteppedDecoder(SteppedModel):
         weights_dtype: torch.dtype | None = None,
         packed: torch.dtype | None = None,
         adapters: Sequence[str] = (),
+        packing: Packing | None = None,
     ) -> None:
+        """``packing`` takes the place of that for CPUs; layers then run one by one."""
         pointwise = choose_pointwise(dtype, CPU)
         place = Placement(group or Group.single(), dtype, CPU, pointwise, weights_dtype)
         spec = weights.with_stored_scales(read_spec(directory), directory)
         decoder = Decoder(spec, max_model_len, place)
         weights.load(decoder, directory)
         load_adapters(decoder, spec, adapters, Path(directory), place)
-        optimize_for_cpu(decoder, spec, dtype, packed)
+        if packing is None:
+            optimize_for_cpu(decoder, spec, dtype, packed)
+        else:
+            decoder.pack(packing)
         self.decoder = decoder
         kv_heads = local_kv_heads(spec.num_kv_heads, place.group.size)
         kv_shape = (spec.num_layers, kv_heads, spec.head_dim)

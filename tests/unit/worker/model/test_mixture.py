@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import reduce
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch.nn import functional
 
 from tests.support.worker.weights_support import Rank
 from worker.model.compiled_pointwise import choose_pointwise
+from worker.model.kernel_linear import KernelPacking
+from worker.model.kernel_mixture import KernelMixture
 from worker.model.layers import Placement
 from worker.model.matrix import are_close
 from worker.model.mixture import Mixture, expert_weights
@@ -35,6 +38,7 @@ FORMS = {
 #: Types of activations and of weights.
 TYPES = [(FP32, FP32), (FP32, BF16), (BF16, BF16)]
 every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+every_way = pytest.mark.parametrize("how", ["loop", "compiled", "kernels"])
 every_type = pytest.mark.parametrize("types", TYPES, ids=lambda types: f"{types[0]}, {types[1]}")
 Tensors = dict[str, Tensor]
 
@@ -73,6 +77,23 @@ def packed(form: Experts, tensors: Tensors, types: tuple[torch.dtype, torch.dtyp
     made = mixture(form, tensors, types=types)
     made.pack(choose_packing(*types))
     assert made.compiled is not None
+    return made
+
+
+def made_by(
+    how: str,
+    form: Experts,
+    tensors: Tensors,
+    dtype: torch.dtype = FP32,
+    group: Group | None = None,
+) -> Mixture:
+    """Return the mixture of a CPU without and with compiled code, or by a GPU's kernels."""
+    if how == "compiled":
+        return packed(form, tensors, (dtype, dtype))
+    made = mixture(form, tensors, group, types=(dtype, dtype))
+    if how == "kernels":
+        made.pack(KernelPacking(4, has_fp8=False))
+        assert isinstance(made.kernels, KernelMixture)
     return made
 
 
@@ -136,6 +157,34 @@ def test_packed_mixture_equals_a_loop_over_tokens(
 
 
 @every_form
+def test_kernel_mixture_equals_a_loop_over_tokens(form: Experts) -> None:
+    tensors = {name: t.half().float() for name, t in random_tensors(form).items()}
+    # Half precision does not change which experts this router chooses.
+    x = random_rows(12).half()
+    got = made_by("kernels", form, tensors, torch.float16)(x)
+    torch.testing.assert_close(got.double(), expected(form, tensors, x), atol=4e-3, rtol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_kernel_mixture_accepts_any_number_of_rows(rows: int) -> None:
+    # With 40 rows some experts have two tiles of rows, and one has none.
+    form = replace(EXPERTS, number=5, top_k=1, shared_size=None)
+    tensors, x = random_tensors(form), random_rows(rows).abs()
+    tensors["moe.gate.weight"][4] = -1.0
+    got = made_by("kernels", form, tensors)(x).double()
+    torch.testing.assert_close(got, expected(form, tensors, x), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("features", [19, 1])
+def test_kernel_mixture_is_the_sum_of_its_ranks_parts(features: int) -> None:
+    form = replace(EXPERTS, intermediate_size=features)
+    tensors, x = random_tensors(form), random_rows(2)
+    ranks = [made_by("kernels", form, tensors, group=Rank(rank, 2)) for rank in range(2)]
+    whole = reduce(torch.add, (rank.partial(x) for rank in ranks)).double()
+    torch.testing.assert_close(whole, expected(form, tensors, x), atol=1e-5, rtol=0)
+
+
+@every_form
 @pytest.mark.parametrize("size", [2, 4])
 def test_mixture_is_the_sum_of_its_ranks_parts(form: Experts, size: int) -> None:
     tensors, x = random_tensors(form), random_rows(9)
@@ -169,8 +218,8 @@ def test_mixture_row_has_the_same_bits_in_any_batch(
         assert torch.equal(made(x.flip(0)), whole.flip(0))
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_mixture_computes_no_unchosen_expert(is_packed: bool) -> None:
+@every_way
+def test_mixture_computes_no_unchosen_expert(how: str) -> None:
     """An expert that no token chooses may have any weights, even NaN."""
     form = replace(EXPERTS, top_k=1)
     tensors, x = random_tensors(form), random_rows(50).abs()
@@ -180,41 +229,42 @@ def test_mixture_computes_no_unchosen_expert(is_packed: bool) -> None:
     for name, tensor in tensors.items():
         if ".experts." in name and ".experts.4." not in name:
             tensor.fill_(torch.nan)
-    types = (FP32, FP32)
-    made = packed(form, tensors, types) if is_packed else mixture(form, tensors)
+    made = made_by(how, form, tensors)
     torch.testing.assert_close(made(x).double(), wanted, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_mixture_prefers_the_first_of_equal_experts(is_packed: bool) -> None:
+@every_way
+def test_mixture_prefers_the_first_of_equal_experts(how: str) -> None:
     form = replace(EXPERTS, top_k=2, normalised=False, shared_size=None)
-    tensors, x = random_tensors(form), random_rows(5).abs()
+    # Sums of these numbers are exact in any order.
+    tensors, x = random_tensors(form), random_rows(5).abs().mul(64).round().div(64)
     tensors["moe.gate.weight"][:] = 0.0
     tensors["moe.gate.weight"][3] = 1.0
     tensors["moe.gate.weight"][5:] = 1.0
     wanted = expected(form, tensors, x)  # its sort is stable
-    types = (FP32, FP32)
-    made = packed(form, tensors, types) if is_packed else mixture(form, tensors)
+    made = made_by(how, form, tensors)
     torch.testing.assert_close(made(x).double(), wanted, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
-@every_form
-def test_mixture_keeps_nan_in_its_row(form: Experts, is_packed: bool) -> None:
+# Triton's interpreter warns of NaN.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    ("form", "how"),
+    [*product(FORMS.values(), ("loop", "compiled")), (EXPERTS, "kernels")],
+)
+def test_mixture_keeps_nan_in_its_row(form: Experts, how: str) -> None:
     tensors, x = random_tensors(form), random_rows(6)
     x[2] = torch.nan
-    types = (FP32, FP32)
-    made = packed(form, tensors, types) if is_packed else mixture(form, tensors)
+    made = made_by(how, form, tensors)
     got, others = made(x), torch.tensor([0, 1, 3, 4, 5])
     assert got[2].isnan().all()
     wanted = expected(form, tensors, x[others])
     torch.testing.assert_close(got[others].double(), wanted, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_mixture_accepts_no_tokens(is_packed: bool) -> None:
-    tensors, types = random_tensors(EXPERTS), (FP32, FP32)
-    made = packed(EXPERTS, tensors, types) if is_packed else mixture(EXPERTS, tensors)
+@every_way
+def test_mixture_accepts_no_tokens(how: str) -> None:
+    made = made_by(how, EXPERTS, random_tensors(EXPERTS))
     assert made(random_rows(0)).shape == (0, HIDDEN)
 
 

@@ -41,7 +41,7 @@ from worker.model.decoder import Decoder
 from worker.model.families import read_spec
 from worker.model.hf_config import HfConfig
 from worker.model.hf_quantization import read_format
-from worker.model.kernel_linear import KernelLinear
+from worker.model.kernel_linear import KernelLinear, KernelPacking
 from worker.model.layers import Placement
 from worker.model.matrix import Matrix, Plain, are_close
 from worker.model.onednn import OneDnnPacking
@@ -166,6 +166,15 @@ def test_mxfp4_logits_match_dequantised(size: int, mxfp4: list[Path]) -> None:
                 group,
             )
             check(next(logits), expected)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted on a CPU alone")
+def test_mxfp4_logits_by_kernels_match_dequantised(mxfp4: list[Path]) -> None:
+    sequence = sequences()[1][:1]
+    decoder = SteppedDecoder(mxfp4[1], 64, packing=KernelPacking(4, has_fp8=False))
+    assert decoder.decoder.has_fixed_shapes
+    logits = decoder.logits([sequence], [[(0, len(sequence))]])
+    check(logits, [all_logits(load_family(mxfp4[0]), sequence)])
 
 
 def test_load_rejects_exponent_of_nan(mxfp4: list[Path], tmp_path: Path) -> None:
