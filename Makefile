@@ -228,8 +228,8 @@ bench-generator: $(VENV)/.installed $(PEERS)/guidellm/.installed ## compare the 
 bench-collectives: $(VENV)/.installed ## compare all-reduce on CPUs: shared memory and gloo (build/bench/collectives.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/collectives.py
 
-bench-gpu: $(VENV)/.installed ## compare the engine on one GPU with the GPU's limits and with transformers; 10 minutes (build/bench/gpu.json)
-	PYTHONPATH=. $(BIN)/python benchmarks/gpu/gpu.py
+bench-gpu: $(VENV)/.installed ## compare the engine on one GPU with the GPU's limits and with transformers; 10 minutes; ARGS="--shape gpt-oss-20b" (build/bench/gpu.json)
+	PYTHONPATH=. $(BIN)/python benchmarks/gpu/gpu.py $(ARGS)
 
 bench-gpu-product: $(VENV)/.installed ## run the product on one GPU without Ray under faults, and check that texts stay identical (build/bench/gpu_product.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/gpu/gpu_product.py

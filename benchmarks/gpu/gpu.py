@@ -1,11 +1,12 @@
 """Benchmark of the engine on one GPU against the limits of the GPU and against transformers.
 
-    PYTHONPATH=.:proto python benchmarks/gpu/gpu.py [--seconds 580] [--out build/bench/gpu.json]
+    PYTHONPATH=.:proto python benchmarks/gpu/gpu.py [--shape NAME] [--seconds 580] [--out FILE]
 
 It needs torch, Triton, transformers, numpy, grpcio and protobuf, but no other dependency of
-Everlift. Models have random bf16 weights, in the shape of Llama-3.1-8B and in that of Llama-3.2-1B,
-whose kernels take less time than their launch. Each part runs in a process of its own
-(gpu_parts.py):
+Everlift. Models have random weights, in the shape of Llama-3.1-8B in bf16 and in that of
+Llama-3.2-1B, whose kernels take less time than their launch. ``--shape`` measures another model of
+gpu_shapes.SHAPES in the parts ceilings, engine and idle alone: llama-8b-fp8, qwen3-30b-a3b (128
+GiB of memory) or gpt-oss-20b. Each part runs in a process of its own (gpu_parts.py):
 
     ceilings                 bandwidth of a large copy, FLOP/s of a large matrix product
     engine                   decoding with batches of 1, 8, 64 and 256 after a context of 1,024
@@ -57,6 +58,7 @@ from benchmarks import report
 from benchmarks.gpu.gpu_kernels import bandwidth_shares
 from benchmarks.gpu.gpu_shapes import SHAPES, Ceiling, Shape
 
+DEFAULT_SHAPE = "llama-8b"
 PACKAGES = ("torch", "triton", "transformers", "numpy")
 
 
@@ -94,11 +96,17 @@ class Results:
     failed: dict[str, str] = field(default_factory=dict)
 
 
+def engine_parts(shape: str) -> list[Part]:
+    """Return the parts that measure the engine alone."""
+    return [each for each in parts(shape, shape) if each.name in ("ceilings", "engine", "idle")]
+
+
 def main() -> None:
     options = _options()
-    shape, small = ("llama-8b", "llama-1b") if torch.cuda.is_available() else ("tiny", "tiny")
+    shape, small = (options.shape, "llama-1b") if torch.cuda.is_available() else ("tiny", "tiny")
+    planned = parts(shape, small) if options.shape == DEFAULT_SHAPE else engine_parts(shape)
     until = time.monotonic() + options.seconds
-    for found in run_parts(parts(shape, small), until):
+    for found in run_parts(planned, until):
         report.write(
             options.out,
             packages=PACKAGES,
@@ -221,6 +229,7 @@ def _device() -> dict[str, Any]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The engine on one GPU.")
+    parser.add_argument("--shape", choices=SHAPES, default=DEFAULT_SHAPE)
     parser.add_argument("--seconds", type=float, default=580.0, help="time limit of all parts")
     parser.add_argument("--out", type=Path, default=Path("build/bench/gpu.json"))
     return parser.parse_args()

@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.gpu import gpu, gpu_kernels, gpu_parts
 from benchmarks.gpu.gpu_shapes import SHAPES, Ceiling
+from worker.model.families import read_spec
 
 LLAMA, TINY = SHAPES["llama-8b"], SHAPES["tiny"]
 
@@ -38,6 +39,47 @@ def test_decode_bounds_match_published_h200_times() -> None:
     bounds = [LLAMA.decode_bound_s(batch, 1024, ceiling) * 1e3 for batch in (1, 64, 256)]
     assert bounds == pytest.approx([3.52, 5.44, 12.7], rel=0.02)
     assert LLAMA.prefill_flops(1024) / 1024 == pytest.approx(14.2e9, rel=0.01)
+
+
+def test_shapes_of_experts_have_published_sizes() -> None:
+    """Qwen3-30B-A3B has 30.5 billion parameters, gpt-oss-20b 20.9; 3.3 and 3.6 are active."""
+    for name, total, active in (("qwen3-30b-a3b", 30.5e9, 3.3e9), ("gpt-oss-20b", 20.9e9, 3.6e9)):
+        shape = SHAPES[name]
+        embedding = shape.vocab * shape.hidden
+        experts = shape.experts
+        assert experts is not None
+        rest = (experts.number - experts.top_k) * shape.layers * 3 * shape.hidden
+        stored = shape.matmul_params + rest * experts.intermediate + embedding
+        assert stored == pytest.approx(total, rel=0.01)
+        held = shape.matmul_params + (embedding if name.startswith("qwen") else 0)
+        assert held == pytest.approx(active, rel=0.03)
+
+
+def test_weight_bytes_grow_with_the_experts_that_are_chosen() -> None:
+    shape = SHAPES["gpt-oss-20b"]
+    one, few, many = (shape.weight_bytes(batch) for batch in (1, 8, 1000))
+    experts = 24 * 3 * 2880**2 * (0.5 + 2 / 32)
+    assert few - one == pytest.approx((32 * (1 - (7 / 8) ** 8) - 4) * experts)
+    assert many - one == pytest.approx(28 * experts)
+    fp8, bf16 = SHAPES["llama-8b-fp8"].weight_bytes(1), LLAMA.weight_bytes(1)
+    assert fp8 < 0.54 * bf16
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shape_is_one_that_workers_run(name: str, tmp_path: Path) -> None:
+    shape = SHAPES[name]
+    (tmp_path / "config.json").write_text(json.dumps(shape.config))
+    spec = read_spec(tmp_path)
+    assert (spec.weight_format is not None) == (shape.weights != "bf16")
+    experts, expected = spec.layers[0].experts, shape.experts
+    sizes = experts and (experts.number, experts.top_k, experts.intermediate_size)
+    assert sizes == expected
+    assert {layer.window for layer in spec.layers} == {None, shape.window}
+
+
+def test_engine_parts_leave_out_other_shapes() -> None:
+    planned = [(part.function, part.shape) for part in gpu.engine_parts("gpt-oss-20b")]
+    assert planned == [(name, "gpt-oss-20b") for name in ("ceilings", "engine", "idle")]
 
 
 def test_covered_counts_overlapping_spans_once() -> None:
