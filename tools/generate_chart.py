@@ -35,7 +35,9 @@ from worker.config import FAKE, WorkerConfig
 CHART = Path(__file__).parents[1] / "helm"
 DEPLOY = CHART.parent / "deploy"
 #: Settings, besides the model, that must be equal on all workers of one ledger.
-_MODEL_SETTINGS = ("engine", "dtype", "quantization", "load_format", "max_model_len")
+_MODEL_SETTINGS = (
+    *("engine", "dtype", "quantization", "kv_cache_dtype", "load_format", "max_model_len"),
+)
 #: Settings that determine the termination grace period of a router's pod.
 _POD_SETTINGS = ("drain",)
 #: Settings whose defaults contain paths of this machine, which the schema must not contain.

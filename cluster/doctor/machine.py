@@ -149,6 +149,7 @@ def _cpu_kernels(groups: Sequence[WorkerGroup], group: WorkerGroup) -> Finding:
     """
     import torch
 
+    from worker.attention.choice import check_cache_dtype
     from worker.device.device import choose_dtype
     from worker.model.families import read_spec
     from worker.model.precompile import describe_kernels
@@ -159,8 +160,10 @@ def _cpu_kernels(groups: Sequence[WorkerGroup], group: WorkerGroup) -> Finding:
     try:
         dtype = stored = choose_dtype(worker.dtype, cpu, worker.quantization)
         quantised = quantised_dtype(worker, dtype, cpu)
+        check_cache_dtype(worker, cpu, dtype, head_dim=0)
     except ValueError as error:
-        mend = f"change worker.quantization, worker.dtype or {native.LEVEL_VARIABLE}"
+        settings = "worker.quantization, worker.kv_cache_dtype, worker.dtype"
+        mend = f"change {settings} or {native.LEVEL_VARIABLE}"
         return broken("kernels", str(error), mend)
     # A problem with the model has a finding of its own.
     format = None

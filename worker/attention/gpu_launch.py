@@ -10,7 +10,7 @@ from torch import Tensor
 
 from everlift.hashes import BLOCK_SIZE
 from worker.attention.backend import AttentionForm
-from worker.device.kv_cache import KVCache
+from worker.device.kv_cache import FP8_CODES, KVCache
 from worker.kernels.paged_attention import attend_tiles, merge_splits
 from worker.kernels.rotate_and_cache import turn_and_place
 from worker.model.rope import Angle
@@ -114,6 +114,7 @@ def place(
         BLOCK_HALF=power_of_two(max(1, half)),
         BLOCK_SIZE=BLOCK_SIZE,
         BLOCK_HEADS=_HEADS,
+        IS_FP8=keys.dtype == FP8_CODES,
         num_warps=1,
     )
 
@@ -172,7 +173,8 @@ def attend(
         BLOCK_ROWS=tiles.block_rows,
         HAS_WINDOW=form.window is not None,
         HAS_SOFTCAP=form.softcap is not None,
-        **_program(tiles, described["BLOCK_DIM"], keys.element_size()),
+        IS_FP8=keys.dtype == FP8_CODES,
+        **_program(tiles, described["BLOCK_DIM"], query.element_size()),
     )
     if tiles.splits > 1:
         merge_splits[(num_tiles * tiles.tokens, heads)](
@@ -192,7 +194,7 @@ def attend(
 def _program(tiles: TileSet, dim: int, item_bytes: int) -> dict[str, int]:
     """Return launch arguments of attend_tiles: BLOCK_KEYS, num_warps and num_stages.
 
-    ``dim`` is the padded head dimension, and ``item_bytes`` the size of an element of the cache.
+    ``dim`` is the padded head dimension, and ``item_bytes`` the size of an element of the queries.
     """
     is_wide, key_bytes = tiles.block_rows > NARROW, dim * item_bytes
     is_single = item_bytes == 4

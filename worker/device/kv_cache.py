@@ -19,6 +19,8 @@ from torch import Tensor
 
 from everlift.hashes import BLOCK_SIZE
 
+#: Type of the elements of a cache in FP8: codes of e4m3 without a scale, which kernels decode.
+FP8_CODES = torch.int8
 #: Linux has had MADV_POPULATE_WRITE since 5.14; Python's mmap does not define it.
 _MADV_POPULATE_WRITE = 23
 #: Number of bytes whose pages one madvise call allocates: a huge page.

@@ -17,6 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from worker.kernels.number_formats import from_e4m3
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -54,6 +56,7 @@ def attend_tiles(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IS_FP8: tl.constexpr,
 ):
     """Write the attention of tiles to ``out`` [tokens, HEADS, HEAD_DIM], or to sums and states.
 
@@ -62,7 +65,8 @@ def attend_tiles(
     and the sum of the weights relative to it.
 
     ``query`` is [tokens, HEADS, HEAD_DIM]. ``cache`` points to one layer's keys of block 0; the
-    values of a block begin ``value_offset`` elements after its keys.
+    values of a block begin ``value_offset`` elements after its keys. With IS_FP8 they are codes of
+    e4m3.
 
     Row i has ``counts[i]`` tokens; a row with count 0 writes nothing. Its first token has the index
     ``firsts[i]`` in the step and the position ``starts[i]`` in its sequence. Block ids are
@@ -127,8 +131,10 @@ def attend_tiles(
         key = tl.load(
             cache + places[None, :] + dims[:, None],
             mask=is_key[None, :] & is_dim[:, None],
-            other=0.0,
+            other=0,
         )
+        if IS_FP8:
+            key = from_e4m3(key, queries.dtype)
         scores = tl.dot(queries, key, input_precision="ieee") * scale
         if HAS_SOFTCAP:
             # tanh(x) = 2 / (1 + exp(-2 x)) - 1
@@ -146,8 +152,10 @@ def attend_tiles(
         value = tl.load(
             cache + value_offset + places[:, None] + dims[None, :],
             mask=is_key[:, None] & is_dim[None, :],
-            other=0.0,
+            other=0,
         )
+        if IS_FP8:
+            value = from_e4m3(value, queries.dtype)
         total = total * faded + tl.sum(weights, 1)
         result = tl.dot(
             weights.to(value.dtype), value, acc=result * faded[:, None], input_precision="ieee"

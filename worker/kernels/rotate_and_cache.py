@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from worker.kernels.number_formats import to_e4m3
+
 
 @triton.jit
 def turn_and_place(
@@ -32,14 +34,15 @@ def turn_and_place(
     BLOCK_HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
+    IS_FP8: tl.constexpr,
 ):
     """Rotate queries in place, and write rotated keys and values to the cache.
 
     There is one program per (token, BLOCK_HEADS heads). The heads are those of ``rotated`` [tokens,
     NUM_QUERY + KV_HEADS, HEAD_DIM], queries before keys, followed by those of ``value`` [tokens,
     KV_HEADS, HEAD_DIM]. ``cache`` points to one layer's keys of block 0; the values of a block
-    begin ``value_offset`` elements after its keys. Nothing is written for a token with a negative
-    position.
+    begin ``value_offset`` elements after its keys. With IS_FP8 the cache gets codes of e4m3.
+    Nothing is written for a token with a negative position.
 
     ``cos`` and ``sin`` fp32 [tokens, 2 * HALF] are an Angle of worker.model.rope. The features i
     and i + HALF of a head are rotated as a pair. Columns i and i + HALF of ``cos`` have the cosine
@@ -78,14 +81,21 @@ def turn_and_place(
         left, right = left.to(first.dtype), right.to(first.dtype)
         tl.store(source + pairs, left, mask=is_query[:, None] & is_pair)
         tl.store(source + HALF + pairs, right, mask=is_query[:, None] & is_pair)
-        tl.store(place + pairs, left, mask=is_key[:, None] & is_pair)
-        tl.store(place + HALF + pairs, right, mask=is_key[:, None] & is_pair)
+        tl.store(place + pairs, _cached(left, IS_FP8), mask=is_key[:, None] & is_pair)
+        tl.store(place + HALF + pairs, _cached(right, IS_FP8), mask=is_key[:, None] & is_pair)
     dims = tl.arange(0, BLOCK_DIM)[None, :]
     if 2 * HALF < HEAD_DIM:
         is_rest = is_key[:, None] & (dims >= 2 * HALF) & (dims < HEAD_DIM)
-        tl.store(place + dims, tl.load(source + dims, mask=is_rest), mask=is_rest)
+        rest = tl.load(source + dims, mask=is_rest)
+        tl.store(place + dims, _cached(rest, IS_FP8), mask=is_rest)
     given = (value + token * value_token_stride + (heads - num_rotated) * value_head_stride)[
         :, None
     ]
     is_given = is_value[:, None] & (dims < HEAD_DIM)
-    tl.store(place + value_offset + dims, tl.load(given + dims, mask=is_given), mask=is_given)
+    values = tl.load(given + dims, mask=is_given)
+    tl.store(place + value_offset + dims, _cached(values, IS_FP8), mask=is_given)
+
+
+@triton.jit
+def _cached(numbers, IS_FP8: tl.constexpr):
+    return to_e4m3(numbers.to(tl.float32)) if IS_FP8 else numbers

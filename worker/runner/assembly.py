@@ -9,7 +9,7 @@ from typing import Self
 import torch
 
 from worker.attention.backend import AttentionBackend
-from worker.attention.choice import choose_attention
+from worker.attention.choice import cache_dtype, choose_attention
 from worker.config import WorkerConfig
 from worker.device.device import kind_of
 from worker.device.kv_cache import KVCache
@@ -69,7 +69,8 @@ class Assembly:
     ) -> Self:
         """Assemble the model with a new KV cache of ``num_blocks`` blocks."""
         device = place.device
-        cache = KVCache(num_blocks, *loaded.kv_shape, place.dtype, device)
+        dtype = cache_dtype(config, place.dtype)
+        cache = KVCache(num_blocks, *loaded.kv_shape, dtype, device)
         last_tokens = LastTokens(config.max_num_seqs, device) if device.type == "cuda" else None
         attention, stand_in = choose_attention(cache), _stand_in(config, loaded, place)
         return cls(config, loaded, place, cache, attention, last_tokens, stand_in)

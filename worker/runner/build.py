@@ -13,7 +13,7 @@ import torch
 from everlift import logs, model_files
 from everlift.hashes import BLOCK_SIZE
 from everlift.progress import ignore_progress, show_progress
-from worker.attention.choice import choose_attention
+from worker.attention.choice import check_cache_dtype, choose_attention
 from worker.config import WorkerConfig
 from worker.device.device import choose_device, choose_dtype, kind_of, use_threads
 from worker.engine.step_times import STOPPED, Stopwatch
@@ -64,6 +64,7 @@ def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOP
     )
     with _explain_out_of_memory("the weights", "increase tensor_parallel or use a larger GPU"):
         loaded = _load(config, directory, place)
+    check_cache_dtype(config, device, place.dtype, loaded.kv_shape[-1])
     num_blocks = kv_blocks(config, loaded, place)
     with _explain_out_of_memory(
         f"a KV cache of {num_blocks} blocks", "set a smaller num_blocks or kv_cache_mib"

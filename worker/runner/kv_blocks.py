@@ -10,6 +10,7 @@ import torch
 from everlift import logs
 from everlift.hashes import BLOCK_SIZE
 from everlift.sampling import MAX_LOGPROBS, SamplingParams
+from worker.attention.choice import cache_dtype
 from worker.config import WorkerConfig
 from worker.device.device import kind_of
 from worker.device.gpu import CudaMemory, DeviceMemory
@@ -212,7 +213,7 @@ def kv_blocks(config: WorkerConfig, loaded: LoadedModel, place: Placement) -> in
     if configured is not None:
         return configured
     use = _profiled(config, loaded, place)
-    size = block_bytes(*loaded.kv_shape, place.dtype)
+    size = block_bytes(*loaded.kv_shape, cache_dtype(config, place.dtype))
     return count_blocks(use, config, size, num_staged(config))
 
 
@@ -226,7 +227,8 @@ def configured_blocks(config: WorkerConfig, kv_shape: KvShape, place: Placement)
     if config.kv_cache_mib is None and place.device.type == "cuda":
         return None
     mib = config.cpu_kv_cache_mib
-    count = (mib << 20) // place.group.size // block_bytes(*kv_shape, place.dtype)
+    size = block_bytes(*kv_shape, cache_dtype(config, place.dtype))
+    count = (mib << 20) // place.group.size // size
     if count < 1:
         raise ValueError(f"kv_cache_mib {mib} is less than one KV block of this model on each rank")
     return count

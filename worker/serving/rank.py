@@ -526,7 +526,9 @@ def _dtype(config: WorkerConfig) -> str:
     from worker.device.device import choose_device, choose_dtype
 
     dtype = choose_dtype(config.dtype, choose_device(config.device), config.quantization)
-    return str(dtype) if config.quantization == "none" else f"{dtype}, {config.quantization}"
+    weights = "" if config.quantization == "none" else f", {config.quantization}"
+    cache = "" if config.kv_cache_dtype == "auto" else f", {config.kv_cache_dtype} KV cache"
+    return f"{dtype}{weights}{cache}"
 
 
 def _arithmetic(config: WorkerConfig) -> str:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray.exceptions import RaySystemError
@@ -285,14 +286,21 @@ def test_doctor_rejects_an_unknown_cpu_level(
     assert finding.level is Level.ERROR and "mmx" in finding.says
 
 
-def test_doctor_rejects_unsupported_quantisation(
-    config: Config, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("settings", "cause"),
+    [
+        ({"quantization": "int8", "dtype": "float16"}, "float16"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8 is for GPUs"),
+    ],
+)
+def test_doctor_rejects_numbers_that_a_cpu_lacks(
+    settings: dict[str, Any], cause: str, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     odd = served(config, DEMO_MODEL)
-    odd = replace(odd, worker=replace(odd.worker, quantization="int8", dtype="float16"))
+    odd = replace(odd, worker=replace(odd.worker, **settings))
     finding = of(list(machine.examine(odd)), "kernels")
-    assert finding.level is Level.ERROR and "float16" in finding.says
+    assert finding.level is Level.ERROR and cause in finding.says
 
 
 @pytest.mark.parametrize("setting", ["port", "http_port"])

@@ -23,11 +23,13 @@ from tests.support.worker.attention_support import (
 )
 from worker.attention.backend import AttentionForm
 from worker.attention.tiles import FEW, MAX_SPLITS, num_splits, tiles_of
-from worker.device.kv_cache import KVCache
+from worker.device.kv_cache import FP8_CODES, KVCache
 from worker.engine.plan import Row, Rows
 from worker.model.rope import RotaryTable, rotate
 from worker.model.spec import Rope
 
+#: Code of e4m3 that is NaN.
+NAN_CODE = 0x7F
 #: Decodes at a block's edges, one row as with drafts, and chunks of prompts.
 FEW_ROWS = [(32, 1), (62, 4), (40, 22)]
 
@@ -143,6 +145,45 @@ def test_fused_rope_rotates_queries_and_cached_keys(dim: int) -> None:
     ):
         got, right = (each[block, 1, :, :, offset] for each in (batch.cache.tensor, by_parts))
         torch.testing.assert_close(got, right, rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_fp8_cache_holds_rounded_keys_and_values(splits: int) -> None:
+    """Results are those of a cache in half precision that holds the rounded numbers."""
+    random = torch.Generator().manual_seed(5)
+    caches = [KVCache(4, 2, 2, 24, dtype, KERNELS_ON) for dtype in (torch.float16, FP8_CODES)]
+    caches[0].tensor.fill_(torch.nan)
+    caches[1].tensor.fill_(NAN_CODE)
+    half, fp8 = (kernel(cache, multiprocessors=16 * splits) for cache in caches)
+    for start, count in ((0, 37), (37, 1)):
+        rows = Rows.of([Row(0, (0,) * count, start, (2, 1), True)])
+        heads = 100 * torch.randn(count, 4 + 2 * 2, 24, generator=random)
+        query, key, value = heads.to(KERNELS_ON).half().split([4, 2, 2], dim=1)
+        steps = half.prepare(rows), fp8.prepare(rows)
+        steps[0].write(1, rounded(key), rounded(value))
+        steps[1].write(1, key, value)
+        expected, got = (step.attend(1, query, AttentionForm(1e-4)) for step in steps)
+        assert torch.equal(got, expected) and expected.isfinite().all()
+
+
+@pytest.mark.parametrize("dim", [24, 16])
+def test_fused_rope_rounds_cached_keys_to_fp8(dim: int) -> None:
+    rows = Rows.of([Row(0, (0,) * 5, 30, (2, 1), True)])
+    angle = RotaryTable(Rope(dim=dim, theta=10_000.0), 64, KERNELS_ON).at(
+        torch.from_numpy(rows.positions).to(KERNELS_ON)
+    )
+    heads = torch.randn(5, 4 + 2 + 2, 24, device=KERNELS_ON).half()
+    caches = [KVCache(4, 2, 2, 24, dtype, KERNELS_ON) for dtype in (torch.float16, FP8_CODES)]
+    for cache in caches:
+        cache.tensor.zero_()
+        step = kernel(cache).prepare(rows)
+        step.rotate_and_write(1, heads[:, :6].clone(), 4, heads[:, 6:], angle)
+    assert torch.equal(caches[1].tensor, rounded(caches[0].tensor, torch.int8))
+
+
+def rounded(numbers: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    codes = numbers.float().clamp(-448, 448).to(torch.float8_e4m3fn)
+    return codes.to(numbers.dtype) if dtype is None else codes.view(dtype)
 
 
 @given(st.lists(st.integers(0, 70), min_size=1, max_size=6), st.integers(1, 16))

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from worker.attention.choice import choose_attention
+from worker.attention.choice import cache_dtype, check_cache_dtype, choose_attention
 from worker.attention.gpu import GpuAttention
 from worker.attention.reference import ReferenceAttention
+from worker.config import WorkerConfig
 from worker.kernels.trial import kernels_work, why_no_kernels
 from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.kernel_pointwise import KernelPointwise
@@ -70,3 +71,21 @@ def test_gpu_choosers_use_kernels_only_if_they_work(
     attention = GpuAttention if works else ReferenceAttention
     assert isinstance(choose_attention(cache_on_gpu(128)), attention)
     assert isinstance(choose_attention(cache_on_gpu(512)), ReferenceAttention)
+
+
+def test_fp8_cache_is_refused_without_kernels_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, fp8 = (WorkerConfig(model="m", kv_cache_dtype=dtype) for dtype in ("auto", "fp8"))
+    assert cache_dtype(plain, torch.bfloat16) == torch.bfloat16
+    assert cache_dtype(fp8, torch.bfloat16).itemsize == 1
+    monkeypatch.setattr("worker.attention.choice.why_no_kernels", lambda _: "")
+    check_cache_dtype(plain, torch.device("cpu"), torch.float32, 512)
+    check_cache_dtype(fp8, GPU, torch.float16, 128)
+    with pytest.raises(ValueError, match="kv_cache_dtype fp8 is for GPUs"):
+        check_cache_dtype(fp8, torch.device("cpu"), torch.float16, 128)
+    with pytest.raises(ValueError, match="needs dtype bfloat16 or float16, not float32"):
+        check_cache_dtype(fp8, GPU, torch.float32, 128)
+    with pytest.raises(ValueError, match="heads have 512 features"):
+        check_cache_dtype(fp8, GPU, torch.float16, 512)
+    monkeypatch.setattr("worker.attention.choice.why_no_kernels", lambda _: "no compiler")
+    with pytest.raises(ValueError, match="fp8 needs Triton's kernels: no compiler"):
+        check_cache_dtype(fp8, GPU, torch.float16, 128)

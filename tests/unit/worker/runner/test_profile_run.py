@@ -191,6 +191,8 @@ def test_kv_blocks_of_gpu_use_rest_and_reserve_swap(
     assert kv(preemption="swap") == kv() - 8
     assert kv(gpu_memory_utilization=0.5) == 18 * 256
     assert (kv(num_blocks=7), kv(kv_cache_mib=512)) == (7, 128)
+    assert kv(kv_cache_dtype="fp8") == 2 * kv()
+    assert kv(kv_cache_dtype="fp8", kv_cache_mib=512) == 256
 
 
 def test_gpu_out_of_memory_names_purpose_and_remedy() -> None:

@@ -199,6 +199,7 @@ def test_version_other_than_the_pinned_is_refused(
     [
         {"model": "fake"},
         {"quantization": "int8"},
+        {"kv_cache_dtype": "fp8"},
         {"preemption": "swap"},
         {"load_format": "dummy"},
         {"speculation": {"num_draft_tokens": 3}},
