@@ -29,14 +29,23 @@ TYPES = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.float64: "*fp64",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint64: "*u64",
 }
+#: Instructions that multiply matrices.
+PRODUCTS = ("wgmma", "tcgen05.mma", "mma.sync")
+#: Least compute capability of GPUs that multiply FP8.
+FP8_CAPABILITY = 89
 #: Options of a launch, beside the kernel's own parameters.
 OPTIONS = ("num_warps", "num_stages")
 #: Parameters that tell variants apart.
-SHOWN = ("HEAD_DIM", "BLOCK_ROWS", "BLOCK_KEYS", "TOKENS", "SPLITS", "WIDTH", "VOCAB")
+SHOWN = (
+    *("HEAD_DIM", "BLOCK_ROWS", "BLOCK_KEYS", "TOKENS", "SPLITS", "WIDTH", "VOCAB"),
+    *("CODES", "GROUP", "ACTIVATION", "EXPERTS", "OUT", "HAS_X_SCALES", "IS_FP8"),
+)
 
 
 class Compiling:
@@ -64,6 +73,8 @@ class Compiling:
         if variant not in self._done:
             self._done.add(variant)
             for capability in self._capabilities:
+                if values.get("HAS_X_SCALES") and capability < FP8_CAPABILITY:
+                    continue  # no such GPU gets inputs in FP8
                 self._compile(source, capability, options, values)
 
     def _compile(
@@ -75,6 +86,7 @@ class Compiling:
         variant = {
             "kernel": source.name,
             "capability": capability,
+            "x": source.signature.get("x"),
             "types": sorted({*source.signature.values()} & {"*bf16", "*fp16"}),
             **{name: values[name] for name in SHOWN if name in values},
             **options,
@@ -82,7 +94,7 @@ class Compiling:
             "shared_bytes": compiled.metadata.shared,
             "registers": registers,
             "spilled_bytes": spilled,
-            "products": [name for name in ("wgmma", "mma.sync") if name in compiled.asm["ptx"]],
+            "products": [name for name in PRODUCTS if name in compiled.asm["ptx"]],
         }
         print(json.dumps(variant), flush=True)
 

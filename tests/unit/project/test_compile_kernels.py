@@ -10,13 +10,16 @@ from collections import Counter
 
 import pytest
 
-#: Of a program, by compute capability: on an A100, an L40 and an H100.
-SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
+#: Of a program, by compute capability: on an A100, an L40, an H100 and a B200.
+SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 #: Of a thread, what costs next to nothing.
 SPILLED_BYTES = 128
+#: Instructions that multiply matrices, of newer GPUs.
+OWN = {90: "wgmma", 100: "tcgen05.mma"}
 KERNELS = {
     *("attend_tiles", "merge_splits", "turn_and_place"),
     *("sum_and_norm", "gate_and_multiply", "draw_rows"),
+    *("multiply_tiles", "sum_splits", "route_tokens", "sort_pairs", "sum_experts"),
 }
 
 
@@ -37,6 +40,10 @@ def test_kernels_compile_for_every_capability(capability: int) -> None:
         assert variant["code_bytes"] > 1000 and variant["shared_bytes"] <= SHARED_BYTES[capability]
         assert variant["spilled_bytes"] <= SPILLED_BYTES, variant
         if variant["types"] and variant["kernel"] == "attend_tiles":
-            # On Hopper its own instructions have whole tiles of 64 queries, and no fewer.
-            is_wide = variant["BLOCK_ROWS"] >= 64 and capability == 90
-            assert ("wgmma" if is_wide else "mma.sync") in variant["products"], variant
+            # These instructions have whole tiles of 64 queries, and no fewer.
+            is_wide = variant["BLOCK_ROWS"] >= 64 and capability >= 90
+            assert (OWN[capability] if is_wide else "mma.sync") in variant["products"], variant
+        if variant["kernel"] == "multiply_tiles" and variant["x"] != "*fp32":
+            # A compiler that gives up may leave a program that does nothing.
+            assert variant["registers"] > 16
+            assert OWN.get(capability, "mma.sync") in variant["products"], variant
