@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from worker.kernels.products import multiply_tiles, quantise_rows, sum_splits
-from worker.model.matrix import Packing
-from worker.model.quantised import Quantised
+from worker.model.matrix import Packing, are_close
+from worker.model.quantised import Block, Quantised
 from worker.model.spec import Activation, UnsupportedModel
+from worker.model.weight_format import WeightFormat
 
 #: Number of inputs that a product of matrices reads at least: of 4-bit codes, of other codes, and
 #: of activations in FP8.
@@ -38,6 +40,8 @@ _PROGRAMS, _BLOCKS = 4, 4
 _MOST_SPLITS = 16
 #: Largest number of tiles with different rows whose inputs are split.
 _MOST_SPLIT_TILES = 4
+#: Outputs and rows of products that are compared with torch's.
+_TRIED_OUTPUTS, _TRIED_ROWS = 96, (1, 40, 70)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +209,27 @@ class KernelPacking:
     def of_experts(self) -> Packing:
         return self
 
+    def why_not(self, format: WeightFormat, dtype: torch.dtype, device: torch.device) -> str:
+        """Return why products with weights of ``format`` fail on ``device``, or an empty string.
+
+        Products with a small random weight are compared with torch's. Raises UnsupportedModel if
+        the kernels do not support the groups.
+        """
+        weight = _random_weight(format, dtype, device)
+        dequantised = weight.dequantised()
+        packed = self.pack_quantised(weight)
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(max(_TRIED_ROWS), weight.inputs, generator=generator).to(device, dtype)
+        try:
+            rounded = _dequantised(x, packed.operand) if packed.fp8 else x.float()
+            expected = functional.linear(rounded, dequantised).to(dtype)
+            for rows in _TRIED_ROWS:
+                if not are_close(packed.multiply(x[:rows], None), expected[:rows], weight.inputs):
+                    return f"a product differs from torch's (rows: {rows})"
+        except Exception as error:
+            return repr(error)
+        return ""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertRows:
@@ -310,6 +335,27 @@ def quantised_rows(x: Tensor, operand: Operand) -> tuple[Tensor, Tensor]:
         num_warps=min(16, max(1, block // 512)),
     )
     return codes, scales
+
+
+def _dequantised(x: Tensor, operand: Operand) -> Tensor:
+    """Return ``x`` in fp32 as it is after quantised_rows."""
+    codes, scales = quantised_rows(x, operand)
+    length = operand.group or operand.inputs
+    groups = (torch.arange(operand.inputs, device=x.device) + operand.skipped) // length
+    return codes.view(torch.float8_e4m3fn).float() * scales[:, groups]
+
+
+def _random_weight(format: WeightFormat, dtype: torch.dtype, device: torch.device) -> Quantised:
+    inputs = min(2 * (format.group or _MOST_INPUTS), 4 * _MOST_INPUTS)
+    size = _TRIED_OUTPUTS, inputs
+    block = Block("trial", size, range(size[0]), range(inputs), size[0])
+    weight = Quantised(format, [block], inputs, dtype, device)
+    for part in (weight.values, weight.zeros):
+        if part is not None:
+            # Without this bit no code is the NaN of e4m3.
+            part.random_(256).bitwise_and_(0xBF)
+    weight.scales.uniform_(0.5, 1.5)
+    return weight
 
 
 def _reorder(values: Tensor, order: Callable[[Tensor], Tensor]) -> None:

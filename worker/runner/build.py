@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -40,6 +41,9 @@ from worker.runner.kv_blocks import configured_blocks, kv_blocks
 from worker.runner.runner import TorchRunner
 from worker.runner.swap import build_host_cache
 from worker.runner.warm_up import warm_up_plans
+
+if TYPE_CHECKING:
+    from worker.model.kernel_linear import KernelPacking
 
 log = logs.get_logger(__name__)
 
@@ -169,7 +173,7 @@ def _load(config: WorkerConfig, directory: Path, place: Placement) -> LoadedMode
         max_model_len = min(max_model_len, num_blocks * BLOCK_SIZE)
     codes = None
     if spec.weight_format is not None:
-        check_device(spec.weight_format, place.device)
+        check_device(spec.weight_format, place.dtype, place.device)
         codes = spec.weight_format.codes
     spec = weights.with_stored_scales(spec, directory, config.reads_weights)
     stored = weights_dtype(config, directory, place.dtype, place.device)
@@ -189,9 +193,15 @@ def _load(config: WorkerConfig, directory: Path, place: Placement) -> LoadedMode
     return LoadedModel(decoder, spec.vocab_size, max_model_len, kv_shape, parameter_bytes, digests)
 
 
-def check_device(format: WeightFormat, device: torch.device) -> None:
-    """Raise UnsupportedModel if ``device`` cannot multiply weights of ``format``."""
-    if device.type == "cuda" and (cause := why_no_kernels(device)):
+def check_device(format: WeightFormat, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise UnsupportedModel if ``device`` cannot multiply weights of ``format``.
+
+    ``dtype`` is the type of inputs and outputs.
+    """
+    if device.type == "cpu":
+        return
+    cause = why_no_kernels(device) or _kernel_packing(device).why_not(format, dtype, device)
+    if cause:
         raise UnsupportedModel(
             f"{format.title} weights are not supported on cuda without Triton's kernels: {cause}"
         )
@@ -251,14 +261,17 @@ def optimize_for_cpu(
 
 def optimize_for_gpu(decoder: Decoder, device: torch.device) -> None:
     """Pack the loaded weights of ``decoder`` for a GPU; they cannot be loaded again afterwards."""
-    if not kernels_work(device):
-        return
+    if kernels_work(device):
+        decoder.pack(_kernel_packing(device))
+
+
+def _kernel_packing(device: torch.device) -> KernelPacking:
     # Imported only for a GPU, because Triton may not be installed elsewhere.
     from worker.model.kernel_linear import KernelPacking
 
     facts = torch.cuda.get_device_properties(device)
     has_fp8 = (facts.major, facts.minor) >= _FP8_CAPABILITY
-    decoder.pack(KernelPacking(facts.multi_processor_count, has_fp8))
+    return KernelPacking(facts.multi_processor_count, has_fp8)
 
 
 def _load_with_transformers(config: WorkerConfig, directory: Path, place: Placement) -> LoadedModel:

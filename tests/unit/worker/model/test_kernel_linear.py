@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from tests.support.worker.attention_support import KERNELS_ON
 from worker.kernels.number_formats import to_e4m3
-from worker.model.kernel_linear import KernelPacking
+from worker.model.kernel_linear import KernelLinear, KernelPacking
 from worker.model.matrix import are_close
 from worker.model.quantised import Block, Quantised
 from worker.model.spec import UnsupportedModel
@@ -112,6 +112,18 @@ def test_kernel_linear_quantises_rows_to_fp8(group: int | None, scaled: int) -> 
     packed = KernelPacking(1, has_fp8=True).pack_quantised(weight)
     assert packed.fp8
     assert are_close(packed.multiply(x, None), expected, width)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_kernel_packing_compares_a_product_with_torch(
+    fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = WeightFormat("test", "e4m3", "elements", None, 1, fp8_activations=fp8)
+    packing = KernelPacking(1, has_fp8=True)
+    assert packing.why_not(form, HALF, KERNELS_ON) == ""
+    monkeypatch.setattr(KernelLinear, "multiply", lambda self, x, _: x[:, :96])
+    cause = packing.why_not(form, HALF, KERNELS_ON)
+    assert cause == "a product differs from torch's (rows: 1)"
 
 
 def test_kernel_packing_names_groups_that_it_cannot_read() -> None:

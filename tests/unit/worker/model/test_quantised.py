@@ -359,12 +359,18 @@ def test_read_format_names_unsupported_format(changes: dict[str, Any], words: li
 def test_check_device_names_format_that_gpu_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     form = read_format(HfConfig({"quantization_config": FORMATS["awq"].config}, "config.json"))
     assert form is not None
+    half, cpu, gpu = torch.float16, torch.device("cpu"), torch.device("cuda")
     monkeypatch.setattr("worker.runner.build.why_no_kernels", lambda _: "no compiler")
-    check_device(form, torch.device("cpu"))
+    check_device(form, half, cpu)
     with pytest.raises(UnsupportedModel, match=r"awq int4 weights .* on cuda .*: no compiler"):
-        check_device(form, torch.device("cuda"))
+        check_device(form, half, gpu)
     monkeypatch.setattr("worker.runner.build.why_no_kernels", lambda _: "")
-    check_device(form, torch.device("cuda"))
+    packing = SimpleNamespace(why_not=lambda *_: "it differs")
+    monkeypatch.setattr("worker.runner.build._kernel_packing", lambda _: packing)
+    with pytest.raises(UnsupportedModel, match=r"awq int4 weights .* on cuda .*: it differs"):
+        check_device(form, half, gpu)
+    packing.why_not = lambda *_: ""
+    check_device(form, half, gpu)
 
 
 @pytest.mark.parametrize(("capability", "has_fp8"), [((8, 0), False), ((8, 9), True)])
