@@ -29,6 +29,10 @@ from worker.model.piece import Piece
 from worker.model.sharing import Share
 from worker.model.spec import Experts, ModelSpec
 
+#: Numbers of tokens of a trial of the kernels, and the largest error in relation to the largest
+#: result. The loop rounds between its operations; inputs in FP8 may be rounded to a neighbour.
+_TRIED_ROWS, _LARGEST_ERROR = (2, 70), 0.1
+
 
 class Mixture:
     """Mixture ``name`` of the experts that ``experts`` describes.
@@ -41,6 +45,7 @@ class Mixture:
         self.form = experts
         self._name = name
         self._width = spec.hidden_size
+        self._dtype, self._device = place.dtype, place.device
         self._is_stacked = spec.tensors.stacked_experts
         self.activation = spec.activation
         self.group = place.group
@@ -94,6 +99,25 @@ class Mixture:
             self.kernels = KernelMixture(self.form, self.router, self.experts)
         else:
             self.compiled = compiled_mixture(self.form, self.router, self.experts)
+
+    def why_no_kernels(self) -> str:
+        """Return why the kernels are of no use, or an empty string.
+
+        Their results of random tokens are compared with those of the loop over experts.
+        """
+        assert self.kernels is not None
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(max(_TRIED_ROWS), self._width, generator=generator)
+        x = x.to(self._device, self._dtype)
+        try:
+            for rows in _TRIED_ROWS:
+                got, expected = self.kernels(x[:rows]).float(), self._loop(x[:rows]).float()
+                furthest = (got - expected).abs().max()
+                if not furthest <= _LARGEST_ERROR * expected.abs().max():
+                    return f"results of {rows} tokens differ from those of a loop over experts"
+        except Exception as error:
+            return repr(error)
+        return ""
 
     def pieces(self) -> Iterator[Piece]:
         yield from self.router.pieces()

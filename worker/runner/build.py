@@ -26,6 +26,7 @@ from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.decoder import Decoder
 from worker.model.families import read_spec
 from worker.model.layers import Placement
+from worker.model.mixture import Mixture
 from worker.model.onednn import bound_caches
 from worker.model.panels import panel_packing
 from worker.model.precompile import choose_packing, describe_kernels, precompile
@@ -261,8 +262,15 @@ def optimize_for_cpu(
 
 def optimize_for_gpu(decoder: Decoder, device: torch.device) -> None:
     """Pack the loaded weights of ``decoder`` for a GPU; they cannot be loaded again afterwards."""
-    if kernels_work(device):
-        decoder.pack(_kernel_packing(device))
+    if not kernels_work(device):
+        return
+    decoder.pack(_kernel_packing(device))
+    mlps = [layer.mlp for layer in decoder.layer_by_layer.layers]
+    mixtures = [mlp for mlp in mlps if isinstance(mlp, Mixture)]
+    if mixtures and (cause := mixtures[0].why_no_kernels()):
+        log.warning("experts are computed in a loop, which is slower", cause=cause)
+        for mixture in mixtures:
+            mixture.kernels = None
 
 
 def _kernel_packing(device: torch.device) -> KernelPacking:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import reduce
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional
 
 from tests.support.worker.weights_support import Rank
 from worker.model.compiled_pointwise import choose_pointwise
+from worker.model.decoder import Decoder
 from worker.model.kernel_linear import KernelPacking
 from worker.model.kernel_mixture import KernelMixture
 from worker.model.layers import Placement
@@ -23,6 +25,7 @@ from worker.model.precompile import choose_packing
 from worker.model.spec import Experts, LayerSpec, ModelSpec, Rope
 from worker.native import native
 from worker.parallel.group import Group
+from worker.runner.build import optimize_for_gpu
 
 CPU = torch.device("cpu")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -163,6 +166,31 @@ def test_kernel_mixture_equals_a_loop_over_tokens(form: Experts) -> None:
     x = random_rows(12).half()
     got = made_by("kernels", form, tensors, torch.float16)(x)
     torch.testing.assert_close(got.double(), expected(form, tensors, x), atol=4e-3, rtol=0)
+
+
+def test_mixture_compares_kernels_with_the_loop() -> None:
+    form = replace(EXPERTS, top_k=1, number=2, shared_size=None)
+    made = made_by("kernels", form, random_tensors(form))
+    assert made.why_no_kernels() == ""
+    compute = made.kernels
+    assert compute is not None
+    made.kernels = lambda x: compute(x).roll(1, 0)
+    assert made.why_no_kernels().startswith("results of 2 tokens differ")
+    made.kernels = lambda x: compute(x[:0])
+    assert "Error" in made.why_no_kernels()
+
+
+@pytest.mark.parametrize("cause", ["", "it differs"])
+def test_gpu_computes_experts_by_kernels_if_they_work(
+    cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = SimpleNamespace(major=9, minor=0, multi_processor_count=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+    monkeypatch.setattr("worker.runner.build.kernels_work", lambda _: True)
+    monkeypatch.setattr(Mixture, "why_no_kernels", lambda _: cause)
+    decoder = Decoder(spec(EXPERTS), 64, Placement(Group.single(), FP32, CPU))
+    optimize_for_gpu(decoder, torch.device("cuda"))
+    assert decoder.has_fixed_shapes == (not cause)
 
 
 @pytest.mark.parametrize("rows", [1, 40])
