@@ -96,7 +96,7 @@ class RayCluster:
             initialize_head=True,
             head_node_args={
                 "num_cpus": 4,
-                "resources": {"everlift_router": 1},
+                "resources": {"everlift_router": 1, "everlift_worker": 4},
                 "include_dashboard": True,
                 "dashboard_port": self._api_port,
             },

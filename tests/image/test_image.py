@@ -198,7 +198,7 @@ def test_image_serves_under_ray_and_ends_within_grace(
             *("--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"),
         )
         head.until("will now block")
-        resources = """--resources='{"everlift_router": 1}'"""
+        resources = """--resources='{"everlift_router": 1, "everlift_worker": 1}'"""
         node = started("workers", f"--address=127.0.0.1:{gcs}", "--num-cpus=2", resources)
         node.until("will now block")
 
