@@ -399,6 +399,7 @@ class Rank:
             arithmetic=_arithmetic(config),
             adapters=limits.adapters,
             max_images=limits.max_images,
+            adapter_slots=limits.num_adapter_slots,
         )
 
 

@@ -155,15 +155,17 @@ class SteppedDecoder(SteppedModel):
         weights_dtype: torch.dtype | None = None,
         packed: torch.dtype | None = None,
         adapters: Sequence[str] = (),
+        num_slots: int | None = None,
     ) -> None:
         pointwise = choose_pointwise(dtype, CPU)
         place = Placement(group or Group.single(), dtype, CPU, pointwise, weights_dtype)
         spec = weights.with_stored_scales(read_spec(directory), directory)
         decoder = Decoder(spec, max_model_len, place)
         weights.load(decoder, directory)
-        load_adapters(decoder, spec, adapters, Path(directory), place)
+        num_slots = len(adapters) if num_slots is None else num_slots
+        load_adapters(decoder, spec, adapters, Path(directory), place, num_slots)
         optimize_for_cpu(decoder, spec, dtype, packed)
-        self.decoder = decoder
+        self.decoder, self.spec = decoder, spec
         kv_heads = local_kv_heads(spec.num_kv_heads, place.group.size)
         kv_shape = (spec.num_layers, kv_heads, spec.head_dim)
         super().__init__(decoder, kv_shape, place, build_attention)
