@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import field
+from dataclasses import field, fields
 from ipaddress import ip_address
 from itertools import combinations, product
 from pathlib import Path
@@ -55,6 +55,42 @@ def overlapping(one: RouterConfig, other: RouterConfig) -> tuple[Listener, Liste
     return next((pair for pair in pairs if pair[0].overlaps(pair[1])), None)
 
 
+#: Name of a model that clients may send.
+ModelName: TypeAlias = Annotated[str, Field(min_length=1)]
+#: Source of the defaults of sampling parameters.
+SamplingDefaults: TypeAlias = Literal["model", "none"]
+#: Format of tool calls in a model's text.
+ToolFormat: TypeAlias = Literal[
+    "auto",
+    "hermes",
+    "llama3",
+    "pythonic",
+    "mistral",
+    "qwen3_coder",
+    "deepseek",
+    "gpt_oss",
+]
+#: Format of the reasoning in a model's text.
+ReasoningFormat: TypeAlias = Literal["auto", "none", "think", "mistral_think", "gpt_oss"]
+
+
+@dataclass(frozen=True, slots=True, config=CHECKED)
+class ModelConfig:
+    """Settings of a router for one of several models, as RouterConfig has them for the first."""
+
+    model: str = ""
+    model_revision: str = ""
+    adapters: tuple[str, ...] = ()
+    served_model_names: tuple[ModelName, ...] = ()
+    predictor: str = ""
+    sampling_defaults: SamplingDefaults = "model"
+    tool_format: ToolFormat = "auto"
+    reasoning_format: ReasoningFormat = "auto"
+
+    def __post_init__(self) -> None:
+        _make_absolute(self, "predictor")
+
+
 @dataclass(frozen=True, slots=True, config=CHECKED)
 class RouterConfig:
     """Settings of a router. Durations are in seconds; port 0 takes a free port."""
@@ -66,7 +102,9 @@ class RouterConfig:
     #: LoRA adapters of the model, written like the cluster's setting adapters
     adapters: tuple[str, ...] = ()
     #: further names of the model, which clients may send as model
-    served_model_names: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    served_model_names: tuple[ModelName, ...] = ()
+    #: further models of the cluster, from the cluster's setting models
+    more_models: tuple[ModelConfig, ...] = ()
     #: address of the clients' gRPC port
     host: str = "127.0.0.1"
     port: Port = 50051
@@ -227,21 +265,12 @@ class RouterConfig:
     reassert: NotNegative = 5.0
     #: source of the defaults for sampling parameters that a request does not set: the model's
     #: generation_config.json (model), or Everlift's own defaults (none)
-    sampling_defaults: Literal["model", "none"] = "model"
+    sampling_defaults: SamplingDefaults = "model"
     #: format of the model's tool calls; auto: detected from its chat template
-    tool_format: Literal[
-        "auto",
-        "hermes",
-        "llama3",
-        "pythonic",
-        "mistral",
-        "qwen3_coder",
-        "deepseek",
-        "gpt_oss",
-    ] = "auto"
+    tool_format: ToolFormat = "auto"
     #: format of the model's reasoning, which answers separate from the content; auto: detected from
     #: its chat template
-    reasoning_format: Literal["auto", "none", "think", "mistral_think", "gpt_oss"] = "auto"
+    reasoning_format: ReasoningFormat = "auto"
     #: accept the chat_template of a request, which renders only this request's chat, in the same
     #: processes and within the same limits as the model's template
     allow_chat_template: bool = False
@@ -266,10 +295,7 @@ class RouterConfig:
             raise ValueError(f"lease ({self.lease:g}) must be twice heartbeat or more")
         if (self.access == "file") != bool(self.access_file):
             raise ValueError("access_file must be set if access is file, and only then")
-        for name in ("access_file", "predictor"):
-            if path := getattr(self, name):
-                # A relative path is resolved once, against the working directory.
-                object.__setattr__(self, name, str(Path(path).expanduser().absolute()))
+        _make_absolute(self, "access_file", "predictor")
 
     def _check_places(self) -> None:
         for name in (*_HOSTS, "http_host", "metrics_host"):
@@ -280,6 +306,12 @@ class RouterConfig:
         for one, other in combinations(self.listeners, 2):
             if one.overlaps(other):
                 raise ValueError(f"{one.setting} and {other.setting} are both {one.port}")
+
+    @property
+    def models(self) -> tuple[ModelConfig, ...]:
+        """Settings of all models; the first one is for requests that name no model."""
+        first = ModelConfig(**{each.name: getattr(self, each.name) for each in fields(ModelConfig)})
+        return first, *self.more_models
 
     @property
     def listeners(self) -> tuple[Listener, ...]:
@@ -301,6 +333,13 @@ class RouterConfig:
     def tls(self) -> Tls | None:
         """Certificate files of the clients' ports; None without TLS."""
         return Tls(self.tls_client_ca, self.tls_cert, self.tls_key) if self.tls_cert else None
+
+
+def _make_absolute(settings: object, *names: str) -> None:
+    """Resolve relative paths once, against the working directory."""
+    for name in names:
+        if path := getattr(settings, name):
+            object.__setattr__(settings, name, str(Path(path).expanduser().absolute()))
 
 
 def exposures(config: RouterConfig, *, has_keys: bool) -> Iterator[str]:

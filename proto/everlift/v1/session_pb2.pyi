@@ -638,6 +638,24 @@ class ClusterLoad(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class ModelsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        @property
+        def value(self) -> Global___ClusterLoad: ...
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: Global___ClusterLoad | None = ...,
+        ) -> None: ...
+        def HasField(self, field_name: typing.Literal["value", b"value"]) -> builtins.bool: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     TERM_FIELD_NUMBER: builtins.int
     WORKERS_FIELD_NUMBER: builtins.int
     QUEUED_FIELD_NUMBER: builtins.int
@@ -662,6 +680,7 @@ class ClusterLoad(google.protobuf.message.Message):
     UNPLACED_WORKERS_FIELD_NUMBER: builtins.int
     UNPLACED_CAUSE_FIELD_NUMBER: builtins.int
     BATCH_TOKENS_FIELD_NUMBER: builtins.int
+    MODELS_FIELD_NUMBER: builtins.int
     term: builtins.int
     """term of the leader"""
     workers: builtins.int
@@ -720,6 +739,12 @@ class ClusterLoad(google.protobuf.message.Message):
     def ray_clusters(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """number of these workers in each Ray cluster, by its name"""
 
+    @property
+    def models(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, Global___ClusterLoad]:
+        """Load of each model by its name. Unset in these entries themselves, and everything else in this
+        message is the load of all models together.
+        """
+
     def __init__(
         self,
         *,
@@ -747,9 +772,10 @@ class ClusterLoad(google.protobuf.message.Message):
         unplaced_workers: builtins.int = ...,
         unplaced_cause: builtins.str = ...,
         batch_tokens: builtins.int = ...,
+        models: collections.abc.Mapping[builtins.str, Global___ClusterLoad] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "_wanted_workers", b"_wanted_workers", "wait_s", b"wait_s", "wanted_workers", b"wanted_workers"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "_wanted_workers", b"_wanted_workers", "autoscale", b"autoscale", "batch_tokens", b"batch_tokens", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "class_queues", b"class_queues", "offered_tokens", b"offered_tokens", "queued", b"queued", "queued_tokens", b"queued_tokens", "ray_clusters", b"ray_clusters", "running", b"running", "service_gap", b"service_gap", "services", b"services", "slots", b"slots", "starting_s", b"starting_s", "starting_workers", b"starting_workers", "tenant_queues", b"tenant_queues", "term", b"term", "unplaced_cause", b"unplaced_cause", "unplaced_workers", b"unplaced_workers", "wait_s", b"wait_s", "waited_s", b"waited_s", "wanted_workers", b"wanted_workers", "worker_rate", b"worker_rate", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "_wanted_workers", b"_wanted_workers", "autoscale", b"autoscale", "batch_tokens", b"batch_tokens", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "class_queues", b"class_queues", "models", b"models", "offered_tokens", b"offered_tokens", "queued", b"queued", "queued_tokens", b"queued_tokens", "ray_clusters", b"ray_clusters", "running", b"running", "service_gap", b"service_gap", "services", b"services", "slots", b"slots", "starting_s", b"starting_s", "starting_workers", b"starting_workers", "tenant_queues", b"tenant_queues", "term", b"term", "unplaced_cause", b"unplaced_cause", "unplaced_workers", b"unplaced_workers", "wait_s", b"wait_s", "waited_s", b"waited_s", "wanted_workers", b"wanted_workers", "worker_rate", b"worker_rate", "workers", b"workers"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_wait_s", b"_wait_s"]) -> typing.Literal["wait_s"] | None: ...
     @typing.overload
@@ -813,6 +839,7 @@ class Scaling(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     CHANGES_FIELD_NUMBER: builtins.int
     RAY_CLUSTER_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
     workers: builtins.int
     """wanted number of workers"""
     max_workers: builtins.int
@@ -824,6 +851,8 @@ class Scaling(google.protobuf.message.Message):
     """reason of the last decision"""
     ray_cluster: builtins.str
     """Ray cluster of these workers, as in WorkerInfo"""
+    model: builtins.str
+    """model of these workers, as in WorkerInfo"""
     @property
     def changes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ScalingChange]:
         """last changes of the wanted number, oldest first"""
@@ -838,8 +867,9 @@ class Scaling(google.protobuf.message.Message):
         reason: builtins.str = ...,
         changes: collections.abc.Iterable[Global___ScalingChange] | None = ...,
         ray_cluster: builtins.str = ...,
+        model: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["changes", b"changes", "max_workers", b"max_workers", "need", b"need", "ray_cluster", b"ray_cluster", "reason", b"reason", "wait_s", b"wait_s", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["changes", b"changes", "max_workers", b"max_workers", "model", b"model", "need", b"need", "ray_cluster", b"ray_cluster", "reason", b"reason", "wait_s", b"wait_s", "workers", b"workers"]) -> None: ...
 
 Global___Scaling: typing_extensions.TypeAlias = Scaling
 
@@ -1436,6 +1466,7 @@ class WorkerStart(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     SECONDS_FIELD_NUMBER: builtins.int
     ELAPSED_S_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
     name: builtins.str
     """unique name of this start"""
     seconds: builtins.float
@@ -1444,20 +1475,23 @@ class WorkerStart(google.protobuf.message.Message):
     """
     elapsed_s: builtins.float
     """seconds since the start began"""
+    model: builtins.str
+    """model that the worker is loading, as in WorkerInfo"""
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         seconds: builtins.float = ...,
         elapsed_s: builtins.float = ...,
+        model: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["elapsed_s", b"elapsed_s", "name", b"name", "seconds", b"seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["elapsed_s", b"elapsed_s", "model", b"model", "name", b"name", "seconds", b"seconds"]) -> None: ...
 
 Global___WorkerStart: typing_extensions.TypeAlias = WorkerStart
 
 @typing.final
 class WorkerDemand(google.protobuf.message.Message):
-    """Workers that a router's cluster wants."""
+    """Workers of one model that a router's cluster wants."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1465,6 +1499,7 @@ class WorkerDemand(google.protobuf.message.Message):
     WORKERS_FIELD_NUMBER: builtins.int
     UNPLACED_FIELD_NUMBER: builtins.int
     UNPLACED_CAUSE_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
     ray_cluster: builtins.str
     """as in WorkerInfo"""
     workers: builtins.int
@@ -1473,6 +1508,8 @@ class WorkerDemand(google.protobuf.message.Message):
     """number of these workers that Ray cannot place"""
     unplaced_cause: builtins.str
     """why Ray cannot place one of these"""
+    model: builtins.str
+    """as in WorkerInfo"""
     def __init__(
         self,
         *,
@@ -1480,9 +1517,10 @@ class WorkerDemand(google.protobuf.message.Message):
         workers: builtins.int | None = ...,
         unplaced: builtins.int = ...,
         unplaced_cause: builtins.str = ...,
+        model: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_workers", b"_workers", "workers", b"workers"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_workers", b"_workers", "ray_cluster", b"ray_cluster", "unplaced", b"unplaced", "unplaced_cause", b"unplaced_cause", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_workers", b"_workers", "model", b"model", "ray_cluster", b"ray_cluster", "unplaced", b"unplaced", "unplaced_cause", b"unplaced_cause", "workers", b"workers"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_workers", b"_workers"]) -> typing.Literal["workers"] | None: ...
 
 Global___WorkerDemand: typing_extensions.TypeAlias = WorkerDemand
@@ -1653,6 +1691,7 @@ class Waiting(google.protobuf.message.Message):
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     SESSION_FIELD_NUMBER: builtins.int
     ADAPTER_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     arrived: builtins.float
     """Ledger time in seconds. The queue orders by it, and it is kept when the request is queued
@@ -1707,6 +1746,8 @@ class Waiting(google.protobuf.message.Message):
     """
     adapter: builtins.str
     """as in Start; only workers that serve the adapter receive the request"""
+    model: builtins.str
+    """as in WorkerInfo; each model has a queue and workers of its own"""
     @property
     def chunks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Names of the chunks of the known tokens, as in WorkerFrame, if locality is on."""
@@ -1737,8 +1778,9 @@ class Waiting(google.protobuf.message.Message):
         cached_tokens: builtins.int = ...,
         session: builtins.int = ...,
         adapter: builtins.str = ...,
+        model: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "adapter", b"adapter", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "cached_tokens", b"cached_tokens", "choices", b"choices", "chunks", b"chunks", "deadline", b"deadline", "estimated_wait_s", b"estimated_wait_s", "least_tokens", b"least_tokens", "max_tokens", b"max_tokens", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_tokens", b"predicted_tokens", "predicted_total", b"predicted_total", "predicted_work_rank", b"predicted_work_rank", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session", b"session", "suspect", b"suspect", "ttft_deadline", b"ttft_deadline"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "adapter", b"adapter", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "cached_tokens", b"cached_tokens", "choices", b"choices", "chunks", b"chunks", "deadline", b"deadline", "estimated_wait_s", b"estimated_wait_s", "least_tokens", b"least_tokens", "max_tokens", b"max_tokens", "model", b"model", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_tokens", b"predicted_tokens", "predicted_total", b"predicted_total", "predicted_work_rank", b"predicted_work_rank", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session", b"session", "suspect", b"suspect", "ttft_deadline", b"ttft_deadline"]) -> None: ...
 
 Global___Waiting: typing_extensions.TypeAlias = Waiting
 
@@ -1763,6 +1805,7 @@ class Running(google.protobuf.message.Message):
     PREDICTED_WORK_RANK_FIELD_NUMBER: builtins.int
     ESTIMATED_WAIT_S_FIELD_NUMBER: builtins.int
     ADAPTER_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     worker_id: builtins.str
     epoch: builtins.int
@@ -1788,6 +1831,8 @@ class Running(google.protobuf.message.Message):
     """as in Waiting"""
     adapter: builtins.str
     """as in Waiting"""
+    model: builtins.str
+    """as in Waiting"""
     def __init__(
         self,
         *,
@@ -1806,8 +1851,9 @@ class Running(google.protobuf.message.Message):
         predicted_work_rank: builtins.float = ...,
         estimated_wait_s: builtins.float = ...,
         adapter: builtins.str = ...,
+        model: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "arrived", b"arrived", "choices", b"choices", "due", b"due", "epoch", b"epoch", "estimated_wait_s", b"estimated_wait_s", "known_tokens", b"known_tokens", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_total", b"predicted_total", "predicted_work_rank", b"predicted_work_rank", "preempted", b"preempted", "priority", b"priority", "request_id", b"request_id", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "arrived", b"arrived", "choices", b"choices", "due", b"due", "epoch", b"epoch", "estimated_wait_s", b"estimated_wait_s", "known_tokens", b"known_tokens", "model", b"model", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_total", b"predicted_total", "predicted_work_rank", b"predicted_work_rank", "preempted", b"preempted", "priority", b"priority", "request_id", b"request_id", "worker_id", b"worker_id"]) -> None: ...
 
 Global___Running: typing_extensions.TypeAlias = Running
 
@@ -1825,7 +1871,7 @@ class GatewayMessage(google.protobuf.message.Message):
     SERVED_FIELD_NUMBER: builtins.int
     STARTS_FIELD_NUMBER: builtins.int
     TPOT_RATIOS_FIELD_NUMBER: builtins.int
-    DEMAND_FIELD_NUMBER: builtins.int
+    DEMANDS_FIELD_NUMBER: builtins.int
     SESSION_OUTPUTS_FIELD_NUMBER: builtins.int
     router_id: builtins.str
     """set on the first message"""
@@ -1858,12 +1904,12 @@ class GatewayMessage(google.protobuf.message.Message):
         """reports of starting workers that this gateway received"""
 
     @property
-    def tpot_ratios(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+    def tpot_ratios(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TpotRatio]:
         """Measured over predicted time per output token, of requests that finished since the last report."""
 
     @property
-    def demand(self) -> Global___WorkerDemand:
-        """sent on a new stream, and when it changes"""
+    def demands(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WorkerDemand]:
+        """all models' demands; on a new stream and when they change"""
 
     @property
     def session_outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SessionOutput]:
@@ -1881,14 +1927,35 @@ class GatewayMessage(google.protobuf.message.Message):
         order: builtins.str = ...,
         served: collections.abc.Iterable[Global___ServedTokens] | None = ...,
         starts: collections.abc.Iterable[Global___WorkerStart] | None = ...,
-        tpot_ratios: collections.abc.Iterable[builtins.float] | None = ...,
-        demand: Global___WorkerDemand | None = ...,
+        tpot_ratios: collections.abc.Iterable[Global___TpotRatio] | None = ...,
+        demands: collections.abc.Iterable[Global___WorkerDemand] | None = ...,
         session_outputs: collections.abc.Iterable[Global___SessionOutput] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["demand", b"demand"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["demand", b"demand", "enqueue", b"enqueue", "generation", b"generation", "is_complete", b"is_complete", "order", b"order", "router_id", b"router_id", "running", b"running", "served", b"served", "session_outputs", b"session_outputs", "starts", b"starts", "tpot_ratios", b"tpot_ratios", "withdraw", b"withdraw"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["demands", b"demands", "enqueue", b"enqueue", "generation", b"generation", "is_complete", b"is_complete", "order", b"order", "router_id", b"router_id", "running", b"running", "served", b"served", "session_outputs", b"session_outputs", "starts", b"starts", "tpot_ratios", b"tpot_ratios", "withdraw", b"withdraw"]) -> None: ...
 
 Global___GatewayMessage: typing_extensions.TypeAlias = GatewayMessage
+
+@typing.final
+class TpotRatio(google.protobuf.message.Message):
+    """How well the time per output token of a finished request was predicted."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: builtins.int
+    RATIO_FIELD_NUMBER: builtins.int
+    model: builtins.str
+    """as in Waiting"""
+    ratio: builtins.float
+    """measured over predicted time"""
+    def __init__(
+        self,
+        *,
+        model: builtins.str = ...,
+        ratio: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model", b"model", "ratio", b"ratio"]) -> None: ...
+
+Global___TpotRatio: typing_extensions.TypeAlias = TpotRatio
 
 @typing.final
 class SessionOutput(google.protobuf.message.Message):
@@ -1898,17 +1965,21 @@ class SessionOutput(google.protobuf.message.Message):
 
     SESSION_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
     session: builtins.int
     """as in Waiting"""
     tokens: builtins.int
     """output tokens of all choices"""
+    model: builtins.str
+    """as in Waiting"""
     def __init__(
         self,
         *,
         session: builtins.int = ...,
         tokens: builtins.int = ...,
+        model: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["session", b"session", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model", b"model", "session", b"session", "tokens", b"tokens"]) -> None: ...
 
 Global___SessionOutput: typing_extensions.TypeAlias = SessionOutput
 
@@ -1921,17 +1992,21 @@ class ServedTokens(google.protobuf.message.Message):
     TENANT_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     priority: builtins.int
     tokens: builtins.int
+    model: builtins.str
+    """as in Waiting"""
     def __init__(
         self,
         *,
         tenant: builtins.str = ...,
         priority: builtins.int = ...,
         tokens: builtins.int = ...,
+        model: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["priority", b"priority", "tenant", b"tenant", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model", b"model", "priority", b"priority", "tenant", b"tenant", "tokens", b"tokens"]) -> None: ...
 
 Global___ServedTokens: typing_extensions.TypeAlias = ServedTokens
 
@@ -2088,7 +2163,7 @@ Global___Refusal: typing_extensions.TypeAlias = Refusal
 
 @typing.final
 class QueueEstimate(google.protobuf.message.Message):
-    """Estimates for a request that arrives at the queue now."""
+    """Estimates for a request that arrives at the queue of a model now."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2096,6 +2171,7 @@ class QueueEstimate(google.protobuf.message.Message):
     WAITS_FIELD_NUMBER: builtins.int
     TOKENS_PER_S_FIELD_NUMBER: builtins.int
     LEAST_TPOT_S_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
     lowest: builtins.int
     """Lowest class with a queued request that has not run. If the queue is full, a request of a
     higher class displaces a request of this class. Unset: there is no such request.
@@ -2104,6 +2180,8 @@ class QueueEstimate(google.protobuf.message.Message):
     """tokens of work that leave the queue per second; 0: unknown"""
     least_tpot_s: builtins.float
     """minimum seconds per output token after the first one; 0: unknown"""
+    model: builtins.str
+    """as in Waiting"""
     @property
     def waits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClassWait]:
         """Minimum wait of a new request, for each class with queued requests, highest class first. A
@@ -2117,9 +2195,10 @@ class QueueEstimate(google.protobuf.message.Message):
         waits: collections.abc.Iterable[Global___ClassWait] | None = ...,
         tokens_per_s: builtins.float = ...,
         least_tpot_s: builtins.float = ...,
+        model: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_lowest", b"_lowest", "lowest", b"lowest"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_lowest", b"_lowest", "least_tpot_s", b"least_tpot_s", "lowest", b"lowest", "tokens_per_s", b"tokens_per_s", "waits", b"waits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_lowest", b"_lowest", "least_tpot_s", b"least_tpot_s", "lowest", b"lowest", "model", b"model", "tokens_per_s", b"tokens_per_s", "waits", b"waits"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_lowest", b"_lowest"]) -> typing.Literal["lowest"] | None: ...
 
 Global___QueueEstimate: typing_extensions.TypeAlias = QueueEstimate
@@ -2207,7 +2286,7 @@ class LeaderMessage(google.protobuf.message.Message):
     def refusals(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Refusal]: ...
     @property
     def queue_estimates(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___QueueEstimate]:
-        """sent five times per second; the last one is valid"""
+        """Sent five times per second, one for each model; the last one of a model is valid."""
 
     @property
     def evictions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Eviction]: ...
