@@ -23,6 +23,7 @@ from everlift.transport import Transport, internal
 from everlift.v1 import session_pb2, session_pb2_grpc
 from router import event_loop
 from router.active import ActiveModel, Connections
+from router.api.adapters import Adapters
 from router.api.anthropic.messages import Messages
 from router.api.chat_renderer import ChatRenderer
 from router.api.grpc.admin_server import AdminServer, ChaosServer
@@ -34,6 +35,7 @@ from router.api.http.server import HttpServer
 from router.api.http2 import Limits, Server
 from router.api.http_api import Api
 from router.api.kserve.server import KserveServer
+from router.api.openai.adapters import AdapterPaths
 from router.api.openai.answering import Answering
 from router.api.openai.batches.batches import Batches
 from router.api.openai.batches.execution import Execution
@@ -158,7 +160,7 @@ class Router:
         model.max_images = config.max_images
         model.max_image_bytes = config.max_image_bytes
         model.aliases = config.served_model_names
-        model.adapters = {it.name: it.root for it in parse_adapters(config.adapters)}
+        model.set_adapters(parse_adapters(config.adapters))
         model.is_active = await ledger.is_active()
         if (last := await ledger.last_worker()) is not None:
             model.assume_limit(last)
@@ -260,7 +262,9 @@ class Router:
 
     def _wire_membership(self, ledger: Ledger) -> None:
         listeners = self._leader, self._requests
-        self._runtime_policy = RuntimePolicy(self.config, ledger, listeners, [self._sessions])
+        self._runtime_policy = RuntimePolicy(
+            self.config, ledger, listeners, [self._sessions], [self._model]
+        )
         self._heartbeat = Heartbeat(
             self.config,
             self.router_id,
@@ -272,8 +276,13 @@ class Router:
             self._requests,
             self._runtime_policy,
         )
+        self._adapters = Adapters(self._model, self._runtime_policy, self._sessions)
         self._admin = AdminServer(
-            self._sessions, self._runtime_policy, self._ledger, self._leader.view
+            self._sessions,
+            self._runtime_policy,
+            self._ledger,
+            self._leader.view,
+            self._adapters,
         )
         self._inference = Inference(self._requests, self._model, self._transport, self._traces)
 
@@ -375,6 +384,7 @@ class Router:
             model,
             self._requests,
             self._metrics,
+            AdapterPaths(self._adapters),
             config.max_body_bytes,
             self._console.paths() if self._console is not None else (),
             files,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
@@ -28,7 +29,15 @@ def show(status: pb.GetStatusResponse, rates: Rates | None = None, now: float = 
     table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for worker in status.workers:
         table.add_row(*_cells(worker, _tokens(worker, rates, now)))
-    return Group(table, _engines(status), _counters(status))
+    return Group(table, _engines(status), *_adapters(status), _counters(status))
+
+
+def _adapters(status: pb.GetStatusResponse) -> Iterator[Text]:
+    """Yield a line for each worker that has LoRA adapters in memory."""
+    for worker in status.workers:
+        if worker.alive and worker.loaded_adapters:
+            names = ", ".join(worker.loaded_adapters)
+            yield Text(f"adapters of {worker.worker_id[:8]}: {names}")
 
 
 def _tokens(worker: pb.WorkerStatus, rates: Rates | None, now: float) -> str:

@@ -252,7 +252,7 @@ class Inference:
                         trace,
                         x_request_id,
                         self._model.sampling_defaults,
-                        self._model.adapters,
+                        self._model.adapter_digests,
                     )
                 ),
             )

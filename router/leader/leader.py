@@ -383,6 +383,8 @@ class Leader:
             index.update_host(worker_id, frame.stored_host_chunks, frame.evicted_host_chunks)
         for epoch in frame.prefilled_epochs:
             index.settle(worker_id, epoch)
+        if frame.HasField("loaded_adapters"):
+            self._placement.report_adapters(worker_id, frame.loaded_adapters)
         if frame.HasField("state"):
             self._placement.report(worker_id, Load.from_proto(frame.state), now())
             if frame.state.running or not frame.state.num_running:

@@ -1692,6 +1692,7 @@ class Waiting(google.protobuf.message.Message):
     SESSION_FIELD_NUMBER: builtins.int
     ADAPTER_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
+    ADAPTER_DIGEST_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     arrived: builtins.float
     """Ledger time in seconds. The queue orders by it, and it is kept when the request is queued
@@ -1745,9 +1746,13 @@ class Waiting(google.protobuf.message.Message):
     "TENANT/SESSION_ID"; 0: none.
     """
     adapter: builtins.str
-    """as in Start; only workers that serve the adapter receive the request"""
+    """As in Start; only workers that serve the adapter receive the request, preferably those that
+    have it in memory.
+    """
     model: builtins.str
     """as in WorkerInfo; each model has a queue and workers of its own"""
+    adapter_digest: builtins.str
+    """as in Start"""
     @property
     def chunks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Names of the chunks of the known tokens, as in WorkerFrame, if locality is on."""
@@ -1779,8 +1784,9 @@ class Waiting(google.protobuf.message.Message):
         session: builtins.int = ...,
         adapter: builtins.str = ...,
         model: builtins.str = ...,
+        adapter_digest: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "adapter", b"adapter", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "cached_tokens", b"cached_tokens", "choices", b"choices", "chunks", b"chunks", "deadline", b"deadline", "estimated_wait_s", b"estimated_wait_s", "least_tokens", b"least_tokens", "max_tokens", b"max_tokens", "model", b"model", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_tokens", b"predicted_tokens", "predicted_total", b"predicted_total", "predicted_work_rank", b"predicted_work_rank", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session", b"session", "suspect", b"suspect", "ttft_deadline", b"ttft_deadline"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "adapter", b"adapter", "adapter_digest", b"adapter_digest", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "cached_tokens", b"cached_tokens", "choices", b"choices", "chunks", b"chunks", "deadline", b"deadline", "estimated_wait_s", b"estimated_wait_s", "least_tokens", b"least_tokens", "max_tokens", b"max_tokens", "model", b"model", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_tokens", b"predicted_tokens", "predicted_total", b"predicted_total", "predicted_work_rank", b"predicted_work_rank", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session", b"session", "suspect", b"suspect", "ttft_deadline", b"ttft_deadline"]) -> None: ...
 
 Global___Waiting: typing_extensions.TypeAlias = Waiting
 
