@@ -37,7 +37,6 @@ from benchmarks import report
 from everlift.request_id import qualify
 from everlift.transport import GRPC
 from everlift.v1 import session_pb2
-from router.admission.scheduler import cluster_load
 from router.api.http.endpoint import Endpoint
 from router.api.http.server import HttpServer
 from router.api.http.writer import encode
@@ -95,11 +94,11 @@ class LeaderQueue:
         self._come(len(gone))
 
     def load(self) -> session_pb2.ClusterLoad:
-        workers, moment = self._leader.placement.workers.values(), float(self._came)
-        return cluster_load(1, self._leader.leader_state, workers, moment, moment)
+        moment = float(self._came)
+        return self._leader.leader_state.load(1, moment, moment)
 
     def queue_estimate(self) -> session_pb2.QueueEstimate:
-        return self._leader.leader_state.queue_estimate()
+        return self._leader.queue.queue_estimate()
 
 
 class BusyCluster:

@@ -12,10 +12,10 @@ from cluster.simulator.frame import Frame
 from cluster.simulator.global_queue import GATEWAY, update_index
 from everlift.v1 import session_pb2
 from router.admission.load_shedding import Refusal
+from router.admission.model_queue import Placed
 from router.admission.placement import Placement
 from router.admission.preemption import Move
 from router.admission.request import Waiting
-from router.admission.scheduler import Placed
 from router.admission.workers import Capacity
 from router.config import RouterConfig
 

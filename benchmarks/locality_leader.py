@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 from everlift.hashes import CHUNK_SIZE
 from everlift.v1 import session_pb2
-from router.admission.placement import Placement
+from router.admission.leader_state import LeaderState
+from router.admission.placements import Placements
 from router.admission.policy import Rules
-from router.admission.scheduler import LeaderState
 from router.admission.throughput import Work
 from router.admission.workers import Capacity, Load
 from router.config import RouterConfig
@@ -51,9 +51,10 @@ class _Leader:
 
     def __init__(self, queued: int, *, has_chunks: bool) -> None:
         config = RouterConfig(max_queued=10**9, locality=has_chunks)
-        self._placement = Placement(config)
+        placements = Placements(config)
+        self._placement = placements[""]
         self._state = LeaderState(
-            config, Rules.of(config), self._placement, lambda worker_id: (), "", 0.0
+            config, Rules.of(config), placements, lambda worker_id: (), "", 0.0
         )
         self._state.handover.set_live_gateways([_GATEWAY])
         self._state.connect(_GATEWAY, 0.0)

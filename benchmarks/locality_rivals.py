@@ -26,8 +26,8 @@ from cluster.simulator.frame import Frame
 from cluster.simulator.scenario import WorkerSpec
 from everlift.hashes import BLOCK_SIZE, CHUNK_SIZE
 from everlift.step_time import StepSize
+from router.admission.model_queue import Placed
 from router.admission.request import Waiting
-from router.admission.scheduler import Placed
 from router.config import RouterConfig
 
 

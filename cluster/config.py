@@ -15,16 +15,24 @@ from pydantic.dataclasses import dataclass
 
 from cluster import settings_file
 from cluster.autoscale.config import AutoscaleConfig
+from cluster.groups import (
+    ModelGroup,
+    WorkerGroup,
+    check_group_name,
+    check_names,
+    check_sizes,
+    checked_adapters,
+    inherited,
+    located,
+    source_of,
+)
 from everlift import settings
-from everlift.adapters import parse_adapters
 from everlift.errors import SettingsError
-from everlift.hub import is_hub_id, name_for_clients
-from everlift.packaged_models import PACKAGED_MODELS
 from everlift.settings import CHECKED, Count
 from everlift.tls import InternalTls
 from router.config import RouterConfig
 from router.ledger.config import LedgerConfig
-from worker.config import FAKE, WorkerConfig
+from worker.config import WorkerConfig
 
 P = TypeVar("P", RouterConfig, WorkerConfig)
 
@@ -74,8 +82,9 @@ class Config:
 
     Relative paths, except ``worker.ready_dir``, are resolved against the working directory when the
     object is created. The model, its revision and adapters, ``chaos`` and ``internal_tls`` are
-    passed on to the sections router and worker. The constructor raises pydantic's ValidationError
-    if a setting is invalid or contradicts another one.
+    passed on to the sections router and worker, and the further ``models`` to the section router.
+    The constructor raises pydantic's ValidationError if a setting is invalid or contradicts another
+    one. Only ``load`` lets models inherit settings.
     """
 
     #: the served model: Hugging Face directory, GGUF file, hub id (org/name), "smollm2" or "fake"
@@ -106,6 +115,8 @@ class Config:
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     ledger: LedgerConfig = field(default_factory=LedgerConfig)
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
+    #: further models, each with its workers, by a name of the workers
+    models: Mapping[str, ModelGroup] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         most_routers = self.autoscale.max_routers
@@ -114,79 +125,84 @@ class Config:
                 f"autoscale.max_routers ({most_routers}) must be at least num_routers "
                 f"({self.num_routers})"
             )
-        if self.worker.tensor_parallel % self.nodes_per_worker:
-            raise ValueError(
-                f"nodes_per_worker must divide worker.tensor_parallel "
-                f"({self.worker.tensor_parallel}), not be {self.nodes_per_worker}"
-            )
-        if self.autoscale.is_on and self.num_workers != 1:
-            raise ValueError(
-                "num_workers is for a fixed number of workers; with autoscale.max_workers, set "
-                "autoscale.min_workers"
-            )
+        check_sizes(self.worker, self.autoscale, self.num_workers, self.nodes_per_worker)
         self._set("state_dir", self.state_dir.expanduser().absolute())
-        if not is_hub_id(self.model, self.model_revision):
-            self._find_directory()
-        for part in (self.router, self.worker):
-            for name in _UNSET:
-                if getattr(part, name) not in (_UNSET[name], getattr(self, name)):
-                    raise ValueError(
-                        f"{name} must be set for the whole cluster, not for a part of it"
-                    )
-        self._check_adapters()
+        self._set("model", located(self.model, self.model_revision))
+        self._set("adapters", checked_adapters(self.adapters, self.model))
+        for name in self.models:
+            check_group_name(name)
+        self._check_parts()
         for name in ("router", "worker"):
-            self._set(name, self._completed(getattr(self, name)))
+            self._set(name, self._completed(getattr(self, name), self))
+        more_models = tuple(group.for_routers for group in self.models.values())
+        self._set("router", replace(self.router, more_models=more_models))
+        self._set("models", {name: self._completed_group(it) for name, it in self.models.items()})
+        check_names(dict(zip(("", *self.models), self.router.models, strict=True)))
 
-    def _check_adapters(self) -> None:
-        try:
-            sources = [source.absolute for source in parse_adapters(self.adapters)]
-        except ValueError as error:
-            raise ValueError(f"adapters {error}") from None
-        if sources and self.model == FAKE:
-            raise ValueError(f"adapters need a model; the model {FAKE!r} has none")
-        model = name_for_clients(self.model, self.model_revision)
-        for source in sources:
-            if source.name in (model, *self.router.served_model_names):
-                raise ValueError(f"adapters name {source.name!r}, which is a name of the model")
-        self._set("adapters", tuple(map(str, sources)))
+    def _check_parts(self) -> None:
+        """Raise ValueError if a part has another value than the whole for a setting in common."""
+        parts: list[tuple[RouterConfig | WorkerConfig, Config | ModelGroup, str]] = [
+            (self.router, self, ""),
+            (self.worker, self, ""),
+            *((group.worker, group, f"models.{name}.") for name, group in self.models.items()),
+        ]
+        for part, whole, section in parts:
+            for name, unset in _UNSET.items():
+                value = getattr(self if name == "internal_tls" else whole, name)
+                if getattr(part, name) not in (unset, value):
+                    raise ValueError(
+                        f"{section}{name} must be set for the whole "
+                        f"{'model' if section else 'cluster'}, not for a part of it"
+                    )
+        more_models = tuple(group.for_routers for group in self.models.values())
+        if self.router.more_models not in ((), more_models):
+            raise ValueError("router.more_models must not be set: set models")
 
     @property
     def most_workers(self) -> int:
         """Return the largest number of workers that the cluster can have at the same time."""
         return self.autoscale.max_workers or self.num_workers
 
-    def _completed(self, part: P) -> P:
+    @property
+    def groups(self) -> tuple[WorkerGroup, ...]:
+        """Worker groups of all models; the first one is that of the main model."""
+        named: dict[str, Config | ModelGroup] = {"": self, **self.models}
+        return tuple(
+            WorkerGroup(name, it.worker, it.autoscale, it.num_workers, it.nodes_per_worker)
+            for name, it in named.items()
+        )
+
+    def _completed_group(self, group: ModelGroup) -> ModelGroup:
+        return replace(group, worker=self._completed(group.worker, group))
+
+    def _completed(self, part: P, whole: Config | ModelGroup) -> P:
         return replace(
             part,
-            model=self.model,
-            model_revision=self.model_revision,
-            adapters=self.adapters,
+            model=whole.model,
+            model_revision=whole.model_revision,
+            adapters=whole.adapters,
             chaos=self.chaos or part.chaos,
             internal_tls=self.internal_tls,
         )
 
-    def _find_directory(self) -> None:
-        if self.model_revision:
-            raise ValueError(f"model_revision is for a hub id (org/name), not for {self.model!r}")
-        if self.model != FAKE and self.model not in PACKAGED_MODELS:
-            self._set("model", str(Path(self.model).expanduser().absolute()))
+    def single_worker(self) -> Config:
+        """Return this configuration with one worker of the main model, and no other model."""
+        router = replace(self.router, more_models=())
+        return replace(self, num_workers=1, autoscale=AutoscaleConfig(), models={}, router=router)
 
-    def at_commit(self, commit: str) -> Config:
-        """Return this configuration with ``commit`` as the revision of its model."""
+    def with_sources(self, group: str, model_revision: str, adapters: tuple[str, ...]) -> Config:
+        """Return this configuration with another revision and other adapters of a group's model."""
+        whole = self.models[group] if group else self
+        worker = replace(whole.worker, model_revision="", adapters=())
+        if group:
+            changed = replace(
+                self.models[group], model_revision=model_revision, adapters=adapters, worker=worker
+            )
+            router = replace(self.router, more_models=())
+            return replace(self, router=router, models={**self.models, group: changed})
+        router = replace(self.router, model_revision="", adapters=())
         return replace(
-            self,
-            model_revision=commit,
-            router=replace(self.router, model_revision=""),
-            worker=replace(self.worker, model_revision=""),
-        )
-
-    def with_adapters(self, adapters: tuple[str, ...]) -> Config:
-        """Return this configuration with other ``adapters``."""
-        return replace(
-            self,
-            adapters=adapters,
-            router=replace(self.router, adapters=()),
-            worker=replace(self.worker, adapters=()),
+            self, model_revision=model_revision, adapters=adapters, router=router, worker=worker
         )
 
     def _set(self, name: str, value: object) -> None:
@@ -214,11 +230,34 @@ def load(
         options or {},
     )
 
+    values, copies = _with_inherited(settings.merge(base or {}, content, *above))
+
     def location(path: str) -> str:
+        path = copies.get(path, path)
         is_of_file = path in lines and not any(_has(layer, path) for layer in above)
         return f"{file}:{lines[path]}: " if is_of_file else ""
 
-    return settings.load(Config, base or {}, content, *above, location_of=location)
+    return settings.load(Config, values, location_of=location, copies=copies)
+
+
+def _with_inherited(values: Mapping[str, object]) -> tuple[Mapping[str, object], dict[str, str]]:
+    """Return ``values`` with the settings that models inherit, and the paths of these settings.
+
+    The paths are a mapping to the paths of the settings that are inherited.
+    """
+    models = values.get("models")
+    if not isinstance(models, Mapping):
+        return values, {}
+    base = inherited(values)
+    completed = dict(models)
+    copies: dict[str, str] = {}
+    for name, group in models.items():
+        if isinstance(group, Mapping):
+            completed[name] = settings.merge(base, group)
+            section = f"models.{name}."
+            added = {*settings.paths(base)} - {*settings.paths(group)}
+            copies |= {f"{section}{path}": source_of(path) for path in added}
+    return {**values, "models": completed}, copies
 
 
 def _has(layer: Mapping[str, object], path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Resolution and download of a cluster's model, so that all nodes use the same commit of it."""
+"""Resolution and download of a cluster's models, so that all nodes use the same commits."""
 
 from __future__ import annotations
 
@@ -11,32 +11,36 @@ from cluster.errors import ClusterFailed
 from everlift import logs, model_files
 from everlift.adapters import parse_adapters
 from everlift.progress import show_progress
-from worker.config import FAKE
+from worker.config import FAKE, WorkerConfig
 
 log = logs.get_logger(__name__)
 
 
 async def pinned(config: Config) -> Config:
-    """Return ``config`` with the commits of a hub model and of hub adapters as their revisions.
+    """Return ``config`` with the commits of hub models and of hub adapters as their revisions.
 
     The configuration of other models and adapters is returned unchanged. Raises ModelUnavailable if
     a commit cannot be determined.
     """
-    sources = [await model_files.pin_adapter(it) for it in parse_adapters(config.adapters)]
-    if (adapters := tuple(map(str, sources))) != config.adapters:
-        log.info("adapter revisions resolved", adapters=adapters)
-        config = config.with_adapters(adapters)
-    commit = await model_files.pin(config.model, config.model_revision)
-    if commit == config.model_revision:
-        return config
-    log.info(
-        "model revision resolved", model=config.model, revision=config.model_revision, commit=commit
-    )
-    return config.at_commit(commit)
+    for group in config.groups:
+        worker = group.worker
+        sources = [await model_files.pin_adapter(it) for it in parse_adapters(worker.adapters)]
+        commit = await model_files.pin(worker.model, worker.model_revision)
+        adapters = tuple(map(str, sources))
+        if (commit, adapters) != (worker.model_revision, worker.adapters):
+            log.info(
+                "revisions resolved",
+                model=worker.model,
+                revision=worker.model_revision,
+                commit=commit,
+                adapters=adapters,
+            )
+            config = config.with_sources(group.name, commit, adapters)
+    return config
 
 
 async def fetched(config: Config) -> Config:
-    """Download the missing files of model and adapters, and return ``config`` with their commits.
+    """Download the missing files of models and adapters, and return ``config`` with their commits.
 
     The returned configuration has the commit of a hub model as the revision, and is unchanged for
     any other model. A GGUF file is converted to a model directory in the cache, unless the cache
@@ -44,35 +48,37 @@ async def fetched(config: Config) -> Config:
     or an adapter that no worker can serve.
     """
     config = await pinned(config)
-    with show_progress(f"downloading {config.model}") as progress:
-        await model_files.fetch(
-            config.model,
-            config.model_revision,
-            weights=config.worker.reads_weights,
-            progress=progress,
-        )
-    if config.worker.engine == "vllm":
-        if model_files.is_gguf_model(config.model):
-            raise ClusterFailed(
-                f"{config.model} is a GGUF file, which vLLM does not read here: use a directory or "
-                "a hub id, or leave out worker.engine"
-            )
-    if config.model != FAKE:
-        for source in parse_adapters(config.adapters):
-            await model_files.fetch_adapter(source)
-        directory = model_files.locate(config.model, config.model_revision, weights=False)
-        await asyncio.to_thread(_check_files, directory, config)
+    for group in config.groups:
+        await _fetch(group.worker)
     return config
 
 
-def _check_files(directory: Path, config: Config) -> None:
+async def _fetch(worker: WorkerConfig) -> None:
+    with show_progress(f"downloading {worker.model}") as progress:
+        await model_files.fetch(
+            worker.model, worker.model_revision, weights=worker.reads_weights, progress=progress
+        )
+    if worker.engine == "vllm":
+        if model_files.is_gguf_model(worker.model):
+            raise ClusterFailed(
+                f"{worker.model} is a GGUF file, which vLLM does not read here: use a directory or "
+                "a hub id, or leave out worker.engine"
+            )
+    if worker.model != FAKE:
+        for source in parse_adapters(worker.adapters):
+            await model_files.fetch_adapter(source)
+        directory = model_files.locate(worker.model, worker.model_revision, weights=False)
+        await asyncio.to_thread(_check_files, directory, worker)
+
+
+def _check_files(directory: Path, worker: WorkerConfig) -> None:
     """Raise ClusterFailed if workers do not support the model in ``directory`` or an adapter."""
     from worker.model.adapters import BadAdapter
 
-    if config.worker.engine == "everlift":
-        _check_supported(directory, config.worker.tensor_parallel)
+    if worker.engine == "everlift":
+        _check_supported(directory, worker.tensor_parallel)
     try:
-        check_adapters(config.adapters, directory, config.worker.engine)
+        check_adapters(worker.adapters, directory, worker.engine)
     except BadAdapter as error:
         raise ClusterFailed(str(error)) from None
 

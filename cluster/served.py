@@ -1,4 +1,4 @@
-"""Properties of the model that a started cluster serves, and commands for a first request."""
+"""Properties of the main model of a started cluster, and commands for a first request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Cluster(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Properties of the served model.
+    """Properties of the main model.
 
     ``context`` is the length of the model's context, and ``longest`` that of the longest sequence
     that every worker can hold, in tokens; ``longest`` is 0 if unknown: there was no worker yet, or
@@ -38,17 +38,19 @@ class Served:
 
     @classmethod
     async def by(cls, config: Config, cluster: Cluster) -> Served:
-        """Return the properties of the model that the running ``cluster`` serves."""
+        """Return the properties of the main model of the running ``cluster``."""
         context, has_template = await asyncio.to_thread(_of_files, config)
         transport = internal(config.internal_tls)
         longest = 0
         async with AsyncClient(cluster.internal_address, retry_s=0, transport=transport) as client:
             try:
-                longest = (await client.models()).models[0].max_model_len
+                models = (await client.models()).models
+                lengths = {model.name: model.max_model_len for model in models}
+                longest = lengths.get(config.worker.name, 0)
             except EverliftError:
                 # The length stays unknown. Later requests report the error.
                 pass
-        gpus = await asyncio.to_thread(visible_gpus, config, os.environ)
+        gpus = await asyncio.to_thread(visible_gpus, config.groups, os.environ)
         return cls(context, longest, has_template, bool(gpus))
 
     def shorter(self, config: Config) -> str:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.config import Config
+from cluster.groups import WorkerGroup
 from everlift import logs
 from worker.config import WorkerConfig
 
@@ -30,25 +30,37 @@ _VLLM_LIBRARIES = ("libtcmalloc_minimal.so.4", "libiomp5.so")
 _VLLM_BLOCK_TIME = "5"
 
 
-def threads_per_rank(config: Config, cores: int) -> int:
-    """Return the number of CPU threads of a rank: ``worker.num_threads`` if it is set.
+def threads_per_rank(groups: Sequence[WorkerGroup], group: WorkerGroup, cores: int) -> int:
+    """Return the number of CPU threads of a rank of ``group``: ``worker.num_threads`` if it is set.
 
-    Otherwise it is ``cores`` divided by the number of ranks when the cluster has its maximum number
-    of workers, rounded down, and at least 1.
+    Otherwise the ``cores`` are divided among the ranks of all ``groups`` on the machine when each
+    has its maximum number of workers: those that the groups with ``num_threads`` leave, by the
+    ranks of the others. The result is rounded down, and at least 1.
     """
-    ranks = config.most_workers * config.worker.tensor_parallel
-    return config.worker.num_threads or max(1, cores // ranks)
+    if group.worker.num_threads is not None:
+        return group.worker.num_threads
+    taken = sum(each.most_ranks * (each.worker.num_threads or 0) for each in groups)
+    ranks = sum(each.most_ranks for each in groups if each.worker.num_threads is None)
+    return max(1, (cores - taken) // ranks)
 
 
-def cores_of_worker(config: Config, cores: Sequence[int], worker: int) -> Sequence[int]:
+def cores_of_worker(
+    groups: Sequence[WorkerGroup], group: WorkerGroup, cores: Sequence[int], worker: int
+) -> Sequence[int]:
     """Return those of the machine's ``cores`` on which only worker number ``worker`` computes.
 
-    The result is empty if ``worker.num_threads`` is set, because other clusters may then use the
-    same cores, and if there are fewer cores than ranks.
+    The worker is one of ``group``, which is one of ``groups``. The result is empty if a group has
+    ``worker.num_threads``, because other clusters may then use the same cores, and if there are
+    fewer cores than ranks.
     """
-    count = threads_per_rank(config, len(cores)) * config.worker.tensor_parallel
-    own = cores[worker * count : (worker + 1) * count]
-    return own if len(own) == count and config.worker.num_threads is None else ()
+    if any(each.worker.num_threads is not None for each in groups):
+        return ()
+    threads = threads_per_rank(groups, group, len(cores))
+    before = sum(each.most_ranks for each in groups[: groups.index(group)])
+    size = group.worker.tensor_parallel
+    first = threads * (before + worker * size)
+    own = cores[first : first + threads * size]
+    return own if len(own) == threads * size else ()
 
 
 def rank_environment(

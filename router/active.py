@@ -16,7 +16,7 @@ from everlift import logs
 from everlift.errors import LedgerUnavailable
 from router.event_loop import now
 from router.ledger.base import Ledger
-from router.requests.tokenizer import ServedModel
+from router.requests.served_models import ServedModels
 
 log = logs.get_logger(__name__)
 
@@ -34,10 +34,10 @@ class ActiveModel:
     """Periodic check whether this router's cluster is the active one, which serves clients."""
 
     def __init__(
-        self, ledger: Ledger, model: ServedModel, connections: Sequence[Connections]
+        self, ledger: Ledger, models: ServedModels, connections: Sequence[Connections]
     ) -> None:
         self._ledger = ledger
-        self._model = model
+        self._models = models
         self._connections = connections
         self._changed_at = -inf
 
@@ -54,19 +54,22 @@ class ActiveModel:
             await asyncio.sleep(_POLL_INTERVAL_S)
 
     def note(self, is_active: bool, now: float) -> None:
-        """Update the model's ``is_active`` and ``is_switching`` from the ledger's answer.
+        """Update ``is_active`` and ``is_switching`` of the models from the ledger's answer.
 
         ``is_switching`` is True while the cluster is inactive, and for 10 s after it became active.
         While the cluster is inactive, clients' connections are closed as soon as they are idle.
         ``now`` is the router's clock in seconds.
         """
-        model = self._model
-        if is_active != model.is_active:
-            model.is_active, self._changed_at = is_active, now
-            log.info("model activated" if is_active else "model is replaced", model=model.name)
+        models = self._models
+        if is_active != models.is_active:
+            models.is_active, self._changed_at = is_active, now
+            log.info(
+                "cluster activated" if is_active else "cluster is replaced",
+                model=models.first.name,
+            )
         has_settled = now - self._changed_at >= _NOTICED_S
         # Until load balancers have noticed the change, clients may reach either cluster.
-        model.is_switching = not (is_active and has_settled)
+        models.is_switching = not (is_active and has_settled)
         if not is_active:
             # Clients would continue to reach this router on connections that stay open.
             for connections in self._connections:

@@ -70,7 +70,9 @@ class RouterDeployment:
         if self._router is None:
             await self._start()
         self._running.reconfigure(
-            self._config, user_config["autoscale"], user_config["num_workers"]
+            self._config,
+            {self._model: user_config["autoscale"]},
+            {self._model: user_config["num_workers"]},
         )
 
     async def _start(self) -> None:
@@ -90,7 +92,7 @@ class RouterDeployment:
             try:
                 groups = await asyncio.to_thread(placement_group_table)
                 waiting = unplaced(groups.values(), replicas, is_on_kubernetes=is_on_kubernetes)
-                self._router.place(cluster, *waiting)
+                self._router.place(cluster, {self._model: waiting})
             except Exception as error:
                 log.info("placement unknown", cause=str(error))
             await asyncio.sleep(_PLACEMENT_S)
@@ -153,6 +155,10 @@ class RouterDeployment:
         Serve calls this periodically, and starts a new replica after an error.
         """
         self._running.check()
+
+    @property
+    def _model(self) -> str:
+        return self._config.models[0].name
 
     @property
     def _running(self) -> Router:

@@ -13,6 +13,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from everlift.address import strip_brackets
+from everlift.hub import name_for_clients
 from everlift.images import MAX_IMAGES
 from everlift.settings import CHECKED, Amount, Count, NotNegative, Port, Positive
 from everlift.tls import InternalTls, Tls, check_pair, make_absolute
@@ -89,6 +90,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _make_absolute(self, "predictor")
+
+    @property
+    def name(self) -> str:
+        """Name of the model for clients."""
+        return name_for_clients(self.model, self.model_revision)
 
 
 @dataclass(frozen=True, slots=True, config=CHECKED)

@@ -106,8 +106,9 @@ class Heartbeat:
     async def announce(self, info: session_pb2.WorkerInfo) -> None:
         """Store a ready worker in the ledger, and connect to it.
 
-        Raises InvalidRequest if the worker has another model fingerprint or block size than the
-        workers that are connected, or other files of an adapter. Raises LedgerUnavailable.
+        Raises InvalidRequest if the worker has another block size than the connected workers, or
+        another fingerprint or other files of an adapter than those of the same model. Raises
+        LedgerUnavailable.
         """
         for link in self._sessions.links:
             if link.is_up:
@@ -181,13 +182,15 @@ class Heartbeat:
 def _check_same(other: session_pb2.WorkerInfo, info: session_pb2.WorkerInfo) -> None:
     if other.worker_id == info.worker_id:
         return
-    for field in ("fingerprint", "block_size"):
+    same_model = other.model == info.model
+    for field in ("fingerprint", "block_size") if same_model else ("block_size",):
         mine, theirs = getattr(info, field), getattr(other, field)
         if mine != theirs:
             raise InvalidRequest(
-                f"worker {info.worker_id} has {field} {mine}; the cluster's workers have {theirs}"
+                f"worker {info.worker_id} has {field} {mine}; the cluster's workers of the model "
+                f"{other.model!r} have {theirs}"
             )
-    for name, digest in info.adapters.items():
+    for name, digest in info.adapters.items() if same_model else ():
         if (theirs := other.adapters.get(name, digest)) != digest:
             raise InvalidRequest(
                 f"worker {info.worker_id} has other files of the adapter {name!r} (digest "

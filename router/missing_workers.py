@@ -6,23 +6,33 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from everlift.v1 import session_pb2
 from router.ledger.base import LoadReport
 
 #: Reports of a leader that are older than this, in seconds, are ignored.
 _STALE_S = 5.0
 
 
-def missing_workers(report: LoadReport | None) -> str:
+def missing_workers(report: LoadReport | None, model: str | None = None) -> str:
     """Return as text how many workers are ready, and what the missing ones wait for.
 
-    ``report`` is the leader's last load report. The text counts the workers that load their model,
-    those that Ray cannot place, and those that have not started. The text is empty if no worker is
-    missing. It is also empty without a report, or if the report is older than 5 s or does not state
-    how many workers are wanted.
+    ``report`` is the leader's last load report. The text is about the workers of ``model``, or of
+    all models if it is None. It counts the workers that load their model, those that Ray cannot
+    place, and those that have not started. The text is empty if no worker is missing. It is also
+    empty without a report, or if the report is older than 5 s or does not state how many workers
+    are wanted.
     """
-    if report is None or report.age_s > _STALE_S or not report.load.HasField("wanted_workers"):
+    if report is None or report.age_s > _STALE_S:
         return ""
-    load = report.load
+    loads = report.load.models
+    texts = {name: _missing(loads[name]) for name in sorted(loads) if model in (None, name)}
+    has_names = model is None and len(loads) > 1
+    return "; ".join(f"{name}: {it}" if has_names else it for name, it in texts.items() if it)
+
+
+def _missing(load: session_pb2.ClusterLoad) -> str:
+    if not load.HasField("wanted_workers"):
+        return ""
     missing = load.wanted_workers - load.workers
     if missing <= 0:
         return ""

@@ -18,7 +18,7 @@ from everlift.adapters import parse_adapters
 from everlift.address import join_host_port
 from everlift.certificates import server_context
 from everlift.channels import SERVER_OPTIONS
-from everlift.errors import LedgerUnavailable
+from everlift.errors import InvalidRequest, LedgerUnavailable, UnknownModel
 from everlift.transport import Transport, internal
 from everlift.v1 import session_pb2, session_pb2_grpc
 from router import event_loop
@@ -57,7 +57,7 @@ from router.auth.access import Access, store_of
 from router.auth.caller import OPEN, Authenticator
 from router.auth.quotas import unlimited
 from router.chat.templates import ChatTemplate
-from router.config import RouterConfig, exposures
+from router.config import ModelConfig, RouterConfig, exposures
 from router.console.actions import Actions
 from router.console.console import Console
 from router.console.counting import Counting
@@ -81,6 +81,7 @@ from router.observability.traces.exporter import otlp
 from router.observability.traces.traces import Traces
 from router.prediction.file import PredictorFile
 from router.requests.manager import Requests
+from router.requests.served_models import ServedModels
 from router.requests.tokenizer import ServedModel
 from router.worker_sessions import Sessions
 
@@ -98,7 +99,7 @@ class Router:
         self,
         config: RouterConfig,
         ledger: Ledger,
-        model: ServedModel,
+        models: ServedModels,
         transport: Transport | None,
         ledger_config: LedgerConfig,
         access: Access | None = None,
@@ -116,20 +117,23 @@ class Router:
         exporter = otlp(endpoint, self.router_id) if endpoint else None
         self._traces = Traces(ledger, exporter, config.trace_sample)
         self.address = self.internal_address = ""
-        self._demand = session_pb2.WorkerDemand()
-        self._instruments = Instruments()
+        #: by model: the workers that this cluster wants
+        self._demands = {it.name: session_pb2.WorkerDemand(model=it.name) for it in models}
+        self._instruments = Instruments([model.name for model in models])
         self._metrics = MetricsServer(self._instruments.registry)
         self._http = HttpServer()
         self._ledger = ledger
         self._access = access
-        self._model = model
-        self._template = (
-            ChatTemplate.load(model.directory, config=config) if model.directory else None
-        )
+        self._models = models
+        self._templates = {
+            model.name: template
+            for model, its in zip(models, config.models, strict=True)
+            if model.directory and (template := ChatTemplate.load(model.directory, config, its))
+        }
         limits = Limits(max_message_bytes=config.max_message_bytes)
         self._public = Server(limits) if transport is None else transport.server(SERVER_OPTIONS)
         self._internal = self._transport.server(SERVER_OPTIONS)
-        self._predictor_file: PredictorFile | None = None
+        self._predictor_files: list[PredictorFile] = []
         self._console: Console | None = None
         self._runners: Runners | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -151,22 +155,12 @@ class Router:
         port is in use.
         """
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        await model_files.fetch(config.model, config.model_revision, weights=False)
-        model = ServedModel.load(
-            config.model, config.model_revision, sampling_defaults=config.sampling_defaults
-        )
-        model.clamps_max_tokens = config.clamp_max_tokens
-        model.computes_chunks = config.locality
-        model.max_images = config.max_images
-        model.max_image_bytes = config.max_image_bytes
-        model.aliases = config.served_model_names
-        model.set_adapters(parse_adapters(config.adapters))
-        model.is_active = await ledger.is_active()
-        if (last := await ledger.last_worker()) is not None:
-            model.assume_limit(last)
+        models = ServedModels([await _load_model(config, each) for each in config.models])
+        models.is_active = await ledger.is_active()
+        models.assume_limits(await ledger.last_workers())
         store = store_of(config, ledger)
         access = await Access.open(store) if store is not None else None
-        router = cls(config, ledger, model, transport, ledger_config, access)
+        router = cls(config, ledger, models, transport, ledger_config, access)
         await router._start_servers(await ledger.cluster_id())
         return router
 
@@ -186,8 +180,9 @@ class Router:
         await self._internal.start()
         await self._public.start()
         await self._http.start(self._api())
-        if self._template is not None and self.http_address:
-            self._template.start()
+        if self.http_address:
+            for template in self._templates.values():
+                template.start()
         self._metrics.readiness = self._requests
         for line in exposures(config, has_keys=config.access != "off"):
             log.warning(line, host=config.host, internal_host=config.internal_host)
@@ -242,12 +237,12 @@ class Router:
         connections: list[Connections] = [self._http]
         if isinstance(self._public, Server):
             connections.append(self._public)
-        self._active = ActiveModel(ledger, self._model, connections)
+        self._active = ActiveModel(ledger, self._models, connections)
         self._requests = Requests(
             config,
             self.router_id,
             ledger,
-            self._model,
+            self._models,
             self._sessions,
             self._leader_client,
             self._ledger_config,
@@ -256,14 +251,15 @@ class Router:
             self._access.limits_of if self._access else unlimited,
         )
         self._leader_client.serve(self._requests)
-        if config.predictor:
-            load = self._requests.predictor.load
-            self._predictor_file = PredictorFile(Path(config.predictor), load)
+        for model, its in zip(self._models, config.models, strict=True):
+            if its.predictor:
+                load = self._requests.predictors[model.name].load
+                self._predictor_files.append(PredictorFile(Path(its.predictor), load))
 
     def _wire_membership(self, ledger: Ledger) -> None:
         listeners = self._leader, self._requests
         self._runtime_policy = RuntimePolicy(
-            self.config, ledger, listeners, [self._sessions], [self._model]
+            self.config, ledger, listeners, [self._sessions], [self._models]
         )
         self._heartbeat = Heartbeat(
             self.config,
@@ -276,7 +272,7 @@ class Router:
             self._requests,
             self._runtime_policy,
         )
-        self._adapters = Adapters(self._model, self._runtime_policy, self._sessions)
+        self._adapters = Adapters(self._models, self._runtime_policy, self._sessions)
         self._admin = AdminServer(
             self._sessions,
             self._runtime_policy,
@@ -284,10 +280,10 @@ class Router:
             self._leader.view,
             self._adapters,
         )
-        self._inference = Inference(self._requests, self._model, self._transport, self._traces)
+        self._inference = Inference(self._requests, self._models, self._transport, self._traces)
 
     def _run(self) -> None:
-        optional_parts = self._access, self._predictor_file, self._console
+        optional_parts = self._access, *self._predictor_files, self._console
         for work in (
             self._leader.run(),
             self._heartbeat.run(),
@@ -312,7 +308,7 @@ class Router:
         authenticator = self._authenticator
         services = (
             server.handlers(authenticator),
-            KserveServer(self._inference, self._requests, self._model).handlers(authenticator),
+            KserveServer(self._inference, self._requests, self._models).handlers(authenticator),
             self._admin.handlers(authenticator),
             ChaosServer(chaos).handlers(authenticator),
         )
@@ -331,7 +327,7 @@ class Router:
     def _status(self, cluster_id: str) -> Status:
         return Status(
             cluster_id,
-            self._model,
+            self._models,
             self._requests,
             self._sessions,
             self._leader_client,
@@ -343,10 +339,9 @@ class Router:
 
     def _open_console(self, chaos: Chaos) -> Console:
         config, has_access = self.config, self._access is not None
-        has_template = self._template is not None and self._template.is_models
-        identity = Identity(
-            self.router_id, self._model.name, config.chaos, has_access, has_template
-        )
+        chats = [name for name, template in self._templates.items() if template.is_models]
+        names = [model.name for model in self._models]
+        identity = Identity(self.router_id, names, config.chaos, has_access, chats)
         snapshot = Snapshot(
             identity,
             self._sessions,
@@ -366,22 +361,22 @@ class Router:
         return Counting(self.router_id, self._sessions, self._requests, measured)
 
     def _api(self) -> ASGIApp:
-        config, model = self.config, self._model
-        renderer = ChatRenderer(model, self._template, accepts_templates=config.allow_chat_template)
-        answering = Answering(config, self._inference, model, renderer)
-        stored = StoredResponses(self._inference, renderer, model)
+        config, models = self.config, self._models
+        renderer = ChatRenderer(self._templates, accepts_templates=config.allow_chat_template)
+        answering = Answering(config, self._inference, models, renderer)
+        stored = StoredResponses(self._inference, renderer, models)
         conversations = StoredConversations(self._ledger, stored, self._requests.ledger_time)
-        responses = Responses(answering, self._inference, renderer, model, stored, conversations)
+        responses = Responses(answering, self._inference, renderer, models, stored, conversations)
         files, batches = self._open_batches(answering, responses)
         api = Api(
             self._authenticator,
             answering,
-            Messages(answering, renderer, model),
+            Messages(answering, renderer, models),
             responses,
             Conversations(conversations),
-            Texts(model, renderer),
+            Texts(models, renderer),
             Explaining(self._inference),
-            model,
+            models,
             self._requests,
             self._metrics,
             AdapterPaths(self._adapters),
@@ -449,11 +444,15 @@ class Router:
         instruments, parts = self._instruments, (self._requests, self._sessions, self._leader)
         instruments.registry.register(StateCollector(*parts))
         if self.config.vllm_metrics:
-            instruments.registry.register(VllmCollector(self._model.name, instruments, *parts))
+            instruments.registry.register(VllmCollector(self._models, instruments, *parts))
 
     # calls of the deployment
 
     async def announce(self, info: session_pb2.WorkerInfo) -> None:
+        try:
+            self._models.check_worker(info)
+        except UnknownModel as error:
+            raise InvalidRequest(str(error)) from None
         await self._heartbeat.announce(info)
 
     def worker_starts(self, start: session_pb2.WorkerStart) -> None:
@@ -477,34 +476,41 @@ class Router:
         await self._ledger.activate()
 
     def reconfigure(
-        self, config: RouterConfig, autoscale: Mapping[str, float], num_workers: int | None
+        self,
+        config: RouterConfig,
+        autoscale: Mapping[str, Mapping[str, float]],
+        num_workers: Mapping[str, int | None],
     ) -> None:
-        """Apply run-time settings of the router and the autoscaler, and the number of workers.
+        """Apply run-time settings of the router and the autoscalers, and the numbers of workers.
 
         Only those settings of ``config`` that operators may change at run time are applied. The
-        leader stores ``autoscale`` in its load report, where the autoscaler reads it.
-        ``num_workers`` is the number of workers that the cluster is to have; None if the autoscaler
-        decides it.
+        leader stores ``autoscale``, by model, in its load report, where the autoscalers read it.
+        ``num_workers`` is the number of workers of each model that the cluster is to have; None if
+        the model's autoscaler decides it.
         """
         self._runtime_policy.configure(config)
         self._leader.autoscale = autoscale
-        if num_workers is None:
-            self._demand.ClearField("workers")
-        else:
-            self._demand.workers = num_workers
-        self._leader_client.report_demand(self._demand)
+        for model, number in num_workers.items():
+            demand = self._demands[model]
+            if number is None:
+                demand.ClearField("workers")
+            else:
+                demand.workers = number
+            self._leader_client.report_demand(demand)
 
-    def place(self, ray_cluster: str, unplaced: int, cause: str) -> None:
-        """Report to the leader how many workers Ray cannot place.
+    def place(self, ray_cluster: str, unplaced: Mapping[str, tuple[int, str]]) -> None:
+        """Report to the leader how many workers of each model Ray cannot place.
 
         Args:
             ray_cluster: Name of the Ray cluster, as in the WorkerInfo of its workers.
-            unplaced: Number of workers that wait for resources.
-            cause: Reason why one of them cannot be placed; empty if no worker waits.
+            unplaced: By model, the number of workers that wait for resources, and the reason why
+                one of them cannot be placed; the reason is empty if no worker waits.
         """
-        self._demand.ray_cluster = ray_cluster
-        self._demand.unplaced, self._demand.unplaced_cause = unplaced, cause
-        self._leader_client.report_demand(self._demand)
+        for model, (number, cause) in unplaced.items():
+            demand = self._demands[model]
+            demand.ray_cluster = ray_cluster
+            demand.unplaced, demand.unplaced_cause = number, cause
+            self._leader_client.report_demand(demand)
 
     async def wait(self) -> None:
         """Wait until a background task of the router fails, and raise its error.
@@ -545,8 +551,8 @@ class Router:
         await self._sessions.close()
         await self._internal.stop(grace=0.5)
         await self._metrics.stop()
-        if self._template is not None:
-            await self._template.close()
+        for template in self._templates.values():
+            await template.close()
         try:
             await self._ledger.end_lease(self.router_id)
         except LedgerUnavailable:
@@ -559,9 +565,9 @@ class Router:
 
     def worker_up(self, info: session_pb2.WorkerInfo) -> None:
         log.info("worker up", worker_id=info.worker_id, address=info.address)
-        self._limit_model()
+        self._limit_models()
         self._leader.worker_up(info)
-        self._requests.attempts.worker_up()
+        self._requests.attempts.worker_up(info.model)
 
     def worker_frame(self, worker_id: str, frame: session_pb2.WorkerFrame) -> None:
         self._leader.worker_frame(worker_id, frame)
@@ -575,12 +581,26 @@ class Router:
 
     def worker_lost(self, worker_id: str) -> None:
         log.info("worker lost", worker_id=worker_id)
-        self._limit_model()
+        self._limit_models()
         self._leader.worker_lost(worker_id)
         self._requests.attempts.worker_lost(worker_id)
 
-    def _limit_model(self) -> None:
-        self._model.update_limits([link.info for link in self._sessions.links if link.is_up])
+    def _limit_models(self) -> None:
+        self._models.update_limits([link.info for link in self._sessions.links if link.is_up])
+
+
+async def _load_model(config: RouterConfig, settings: ModelConfig) -> ServedModel:
+    await model_files.fetch(settings.model, settings.model_revision, weights=False)
+    model = ServedModel.load(
+        settings.model, settings.model_revision, sampling_defaults=settings.sampling_defaults
+    )
+    model.clamps_max_tokens = config.clamp_max_tokens
+    model.computes_chunks = config.locality
+    model.max_images = config.max_images
+    model.max_image_bytes = config.max_image_bytes
+    model.aliases = settings.served_model_names
+    model.set_adapters(parse_adapters(settings.adapters))
+    return model
 
 
 @contextmanager

@@ -317,9 +317,9 @@ class Sessions:
         """Number of times that a worker was declared lost and then sent a frame."""
         return self._past_false_alarms + sum(link.false_alarms for link in self._links.values())
 
-    @property
-    def is_any_up(self) -> bool:
-        return any(link.is_up for link in self._links.values())
+    def is_any_up(self, model: str) -> bool:
+        """Return whether a worker of the model is connected."""
+        return any(link.is_up and link.info.model == model for link in self._links.values())
 
     @property
     def links(self) -> list[WorkerLink]:

@@ -25,11 +25,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 
 from cluster.config import Config
+from cluster.groups import ModelGroup
 from cluster.ray.deployments import RUN_TIME_SETTINGS
 from everlift import settings
 from router.config import RouterConfig
 from router.ledger.config import PROMISES
-from worker.config import WorkerConfig
+from worker.config import FAKE, WorkerConfig
 
 CHART = Path(__file__).parents[1] / "helm"
 DEPLOY = CHART.parent / "deploy"
@@ -38,7 +39,7 @@ _MODEL_SETTINGS = ("engine", "dtype", "quantization", "load_format", "max_model_
 #: Settings that determine the termination grace period of a router's pod.
 _POD_SETTINGS = ("drain",)
 #: Settings whose defaults contain paths of this machine, which the schema must not contain.
-_LOCAL_DEFAULTS = frozenset({"model", "state_dir"})
+_LOCAL_DEFAULTS = frozenset({"model", "models.*.model", "state_dir"})
 
 Json = dict[str, Any]
 
@@ -154,7 +155,7 @@ def schema() -> Json:
     values = _schema_of(yaml.safe_load(text), dict(_descriptions(text)), "")
     # A parent chart may set global values for all its dependencies.
     values["properties"]["global"] = {"type": "object"}
-    values["properties"]["config"] |= settings_schema(Config, "")
+    values["properties"]["config"] |= settings_schema(Config(), "")
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | values
 
 
@@ -176,12 +177,13 @@ def _shape(value: Any, descriptions: Mapping[str, str], path: str) -> Json:
     return _OBJECTS if isinstance(value, list) else {"type": _SCALARS[type(value)]}
 
 
-def settings_schema(cls: type, section: str) -> Json:
-    """Return the JSON schema of ``cls``, a dataclass of settings.
+def settings_schema(initial: object, section: str) -> Json:
+    """Return the JSON schema of a dataclass of settings, of which ``initial`` has the defaults.
 
     ``section`` is the prefix of the settings' paths: empty, or a dotted path that ends with a dot.
     """
-    defaults, comments = settings.to_dict(cls()), _comments(cls)
+    cls = type(initial)
+    defaults, comments = settings.to_dict(initial), _comments(cls)
     set_by_chart = yaml.safe_load((CHART / "files" / "chart_settings.yaml").read_text())
     properties: Json = {}
     for name, hint in get_type_hints(cls).items():
@@ -191,7 +193,11 @@ def settings_schema(cls: type, section: str) -> Json:
             properties[name] = {"description": f"set by {set_by_chart[path]}"}
         elif is_dataclass(hint):
             assert isinstance(hint, type)
-            properties[name] = settings_schema(hint, f"{path}.")
+            properties[name] = settings_schema(getattr(initial, name), f"{path}.")
+        elif get_origin(hint) is Mapping:
+            inner = settings_schema(ModelGroup(model=FAKE), f"{path}.*.")
+            described = {"description": comments[name]}
+            properties[name] = described | {"type": "object", "additionalProperties": inner}
         else:
             described = {"description": comments[name]} if name in comments else {}
             default = {} if path in _LOCAL_DEFAULTS else {"default": defaults[name]}
@@ -214,8 +220,11 @@ def _type(hint: Any) -> Json:
 
 
 def _comments(cls: type) -> dict[str, str]:
-    """Return the ``#:`` comment above each field of a dataclass, by the field's name."""
-    comments: dict[str, str] = {}
+    """Return the ``#:`` comment above each field of a dataclass, by the field's name.
+
+    Further models have settings of the first model, which has the comments.
+    """
+    comments = _comments(RouterConfig) | _comments(Config) if cls is ModelGroup else {}
     lines: list[str] = []
     for line in map(str.strip, inspect.getsource(cls).splitlines()):
         if line.startswith("#:"):

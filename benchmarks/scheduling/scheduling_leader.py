@@ -13,7 +13,7 @@ import time
 
 from benchmarks.scheduling.scheduling_queue import AT_ONCE, GATEWAYS, RequestSource
 from everlift.v1 import session_pb2 as pb
-from router.admission.scheduler import Placed
+from router.admission.model_queue import Placed
 from router.admission.workers import Capacity, Load
 from router.config import Order, RouterConfig
 from tests.support.router.admission_support import Cluster

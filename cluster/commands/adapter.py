@@ -28,6 +28,9 @@ def load(
             help="Name for clients, and a hub id or a directory below worker.adapter_dir.",
         ),
     ],
+    model: Annotated[
+        str, typer.Option(help="Model of the adapter. Default: the cluster's first one.")
+    ] = "",
     address: Address = None,
 ) -> None:
     """Add an adapter, or a new version of one, after a worker has checked its files."""
@@ -35,12 +38,13 @@ def load(
         source = AdapterSource.parse(adapter)
     except ValueError as error:
         raise InvalidRequest(f"NAME=SOURCE {error}") from None
-    asyncio.run(_load(address, source))
+    asyncio.run(_load(address, source, model))
 
 
-async def _load(address: str | None, source: AdapterSource) -> None:
+async def _load(address: str | None, source: AdapterSource, model: str) -> None:
+    location = str(source).partition("=")[2]
     async with connected(address) as client:
-        answer = await client.load_adapter(source.name, str(source).partition("=")[2])
+        answer = await client.load_adapter(source.name, location, model=model)
         typer.echo(f"{answer.name} is served from {answer.source}")
 
 

@@ -132,8 +132,9 @@ def _engine(config: Config) -> Iterator[Engine]:
     from worker.runner.build import build_runner
 
     logs.configure("measure", config.log_level, config.state_dir / "logs" / "measure.log")
-    config = asyncio.run(fetched(config))
-    threads = threads_per_rank(replace(config, num_workers=1), len(os.sched_getaffinity(0)))
+    config = asyncio.run(fetched(config.single_worker()))
+    [group] = config.groups
+    threads = threads_per_rank([group], group, len(os.sched_getaffinity(0)))
     worker = replace(config.worker, num_threads=threads)
     try:
         runner = build_runner(worker, Group.single())

@@ -18,7 +18,7 @@ from router.ledger.config import PROMISES
 
 
 def show(status: pb.GetStatusResponse, rates: Rates | None = None, now: float = 0.0) -> Group:
-    """Return tables of the workers and of their engines, and then the cluster's counters.
+    """Return tables of the models, if there are several, of workers and engines, and the counters.
 
     With ``rates``, which remember the counts of earlier calls, the workers' output tokens are shown
     as tokens per second. ``now`` is the time of ``status``, in seconds of a clock that all calls
@@ -26,10 +26,21 @@ def show(status: pb.GetStatusResponse, rates: Rates | None = None, now: float = 
     """
     tokens = "tokens/s" if rates else "tokens"
     columns = ["worker", "address", "pid", "state", "running", "waiting", "KV blocks", tokens]
-    table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    has_models = len(status.models) > 1
+    more = ["model"] if has_models else []
+    table = Table(*columns, *more, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for worker in status.workers:
-        table.add_row(*_cells(worker, _tokens(worker, rates, now)))
-    return Group(table, _engines(status), *_adapters(status), _counters(status))
+        names = [escape(worker.model)] if has_models else []
+        table.add_row(*_cells(worker, _tokens(worker, rates, now)), *names)
+    models = [_models(status)] if len(status.models) > 1 else []
+    return Group(*models, table, _engines(status), *_adapters(status), _counters(status))
+
+
+def _models(status: pb.GetStatusResponse) -> Table:
+    table = Table("model", "workers", "running", "queued", box=SIMPLE_HEAD, pad_edge=False)
+    for model in status.models:
+        table.add_row(escape(model.name), str(model.workers), str(model.running), str(model.queued))
+    return table
 
 
 def _adapters(status: pb.GetStatusResponse) -> Iterator[Text]:

@@ -13,6 +13,7 @@ from rich.markup import escape
 from cluster import endpoint
 from cluster.config import API_KEY_VARIABLE, TLS_VARIABLES, Config
 from cluster.errors import ClusterFailed
+from cluster.groups import WorkerGroup
 from cluster.local import port_check
 from cluster.local.processes import ProcessCluster
 from cluster.local.router_ports import consecutive
@@ -84,9 +85,9 @@ def on_signal(stop: Callable[[], object]) -> None:
         loop.add_signal_handler(number, on_first_signal)
 
 
-def workers(config: Config) -> str:
+def workers(group: WorkerGroup) -> str:
     """Return a text with the number of workers, or with its range if autoscaling is on."""
-    count, scaling = config.num_workers, config.autoscale
+    count, scaling = group.num_workers, group.autoscale
     if scaling.is_on:
         return f"{scaling.min_workers} to {scaling.max_workers} workers, autoscaled"
     return f"{count} worker{'s' * (count != 1)}"
@@ -116,9 +117,11 @@ def _welcome(config: Config, cluster: Cluster, served: Served, console: Console)
     places = "".join(
         f"  {name:<8} {', '.join(where)}\n" for name, where in _places(config, cluster) if where
     )
+    served_models = ", ".join(
+        f"[bold]{escape(group.model)}[/] with {workers(group)}" for group in config.groups
+    )
     console.print(
-        f"[bold]everlift[/] serves [bold]{escape(config.worker.name)}[/] with {workers(config)}; "
-        "Ctrl-C stops it\n"
+        f"[bold]everlift[/] serves {served_models}; Ctrl-C stops it\n"
         f"{escape(places)}"
         f"{_context_line(config, served)}"
         f"{_tls_line(config)}"

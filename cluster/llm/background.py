@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import uvloop
 
-from cluster.autoscale.config import AutoscaleConfig
 from cluster.config import Config
 from cluster.llm.completion import Completion
 from cluster.llm.worker import LocalWorker, Show, Task
@@ -108,7 +107,8 @@ def single_worker_config(config: Config) -> Config:
     Otherwise the available cores are divided equally among the ranks. The limit on grammars that
     wait for compilation is removed, so that no request is rejected.
     """
-    single = replace(config, num_workers=1, autoscale=AutoscaleConfig())
-    threads = threads_per_rank(single, len(os.sched_getaffinity(0)))
+    single = config.single_worker()
+    [group] = single.groups
+    threads = threads_per_rank([group], group, len(os.sched_getaffinity(0)))
     grammar = replace(single.worker.grammar, max_queued=sys.maxsize)
     return replace(single, worker=replace(single.worker, num_threads=threads, grammar=grammar))

@@ -84,7 +84,8 @@ class LocalWorker:
         """
         rendezvous = await self._rank.open() if self._config.worker.num_ranks > 1 else ""
         # Rank 0 runs in this process, where CUDA uses the first GPU.
-        _, *gpus = gpus_of_ranks(self._config, visible_gpus(self._config, os.environ))
+        [group] = groups = self._config.groups
+        _, *gpus = gpus_of_ranks(groups, group, visible_gpus(groups, os.environ))
         for rank, gpu in enumerate(gpus, 1):
             await self._spawn(rank, rendezvous, gpu)
         others = asyncio.gather(*(child.report() for child in self._children))

@@ -3,18 +3,18 @@
 NVML counts the GPUs, so that CUDA is not initialised and torch is not imported.
 
     available GPUs         CUDA_VISIBLE_DEVICES of this process if set, else all in CUDA's order
-    worker w               GPUs from number w * tensor_parallel of these: one for each rank, or all
-                           for the only rank of vLLM
+    worker w of a model    GPUs from number w * tensor_parallel of these, after those of the models
+                           before it: one for each rank, or all for the only rank of vLLM
     more ranks than GPUs   the GPUs are assigned in turn, so that some ranks share one
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from cluster.config import Config
+from cluster.groups import WorkerGroup
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NVML = "libnvidia-ml.so.1"
@@ -22,26 +22,40 @@ _NVML = "libnvidia-ml.so.1"
 _NONE = ("", "-1")
 
 
-def gpus_of_ranks(config: Config, gpus: Sequence[str], worker: int = 0) -> list[str]:
+def gpus_of_ranks(
+    groups: Sequence[WorkerGroup], group: WorkerGroup, gpus: Sequence[str], worker: int = 0
+) -> list[str]:
     """Return the GPU of each rank of worker number ``worker``; for vLLM, its GPUs with commas.
 
-    ``gpus`` are the names of the visible GPUs. With fewer than two, all names are empty, so that
-    CUDA chooses.
+    The worker is one of ``group``, which is one of the ``groups`` that share the machine. ``gpus``
+    are the names of the visible GPUs. With fewer than two, and for a group that uses none, all
+    names are empty, so that CUDA chooses.
     """
-    size, num_ranks = config.worker.tensor_parallel, config.worker.num_ranks
-    if len(gpus) < 2:
+    size, num_ranks = group.worker.tensor_parallel, group.worker.num_ranks
+    if len(gpus) < 2 or not uses_gpus(group):
         return [""] * num_ranks
-    assigned = [gpus[(worker * size + number) % len(gpus)] for number in range(size)]
+    first = ranks_with_gpus(groups[: groups.index(group)]) + worker * size
+    assigned = [gpus[(first + number) % len(gpus)] for number in range(size)]
     return assigned if num_ranks == size else [",".join(dict.fromkeys(assigned))]
 
 
-def visible_gpus(config: Config, environment: Mapping[str, str]) -> list[str]:
+def ranks_with_gpus(groups: Iterable[WorkerGroup]) -> int:
+    """Return the number of GPUs that all workers of ``groups`` use, if each rank has its own."""
+    return sum(each.most_ranks for each in groups if uses_gpus(each))
+
+
+def uses_gpus(group: WorkerGroup) -> bool:
+    """Return whether the workers use GPUs, where there are some."""
+    return not group.worker.is_fake and group.worker.device != "cpu"
+
+
+def visible_gpus(groups: Iterable[WorkerGroup], environment: Mapping[str, str]) -> list[str]:
     """Return the names of the available GPUs, such as ``0``, for use in CUDA_VISIBLE_DEVICES.
 
     If ``environment`` sets CUDA_VISIBLE_DEVICES, its names are returned. The result is empty if the
-    configured workers use no GPU, or if none is found.
+    workers of ``groups`` use no GPU, or if none is found.
     """
-    if config.worker.is_fake or config.worker.device == "cpu":
+    if not any(map(uses_gpus, groups)):
         return []
     if (visible := environment.get(VISIBLE)) is not None:
         return _listed(visible)

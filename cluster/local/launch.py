@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,8 +23,8 @@ class RouterLaunch:
     #: ``ledger.url`` contains the ledger's password. Therefore the launch is sent through a pipe,
     #: never in the command line or the environment
     ledger: LedgerConfig
-    #: number of workers that the cluster is to have
-    num_workers: int
+    #: number of workers that the cluster is to have, by the name of their model for clients
+    num_workers: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)

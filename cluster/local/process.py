@@ -111,7 +111,8 @@ async def _run_rank(launch: RankLaunch, send_report: SendReport, stop: asyncio.E
         os.environ[VISIBLE] = launch.gpu
         log.info("GPU assigned", gpu=launch.gpu)
     routers = launch.routers if launch.rank == 0 else ()
-    async with StartReporter(routers, internal(launch.worker.internal_tls)) as start_reporter:
+    transport = internal(launch.worker.internal_tls)
+    async with StartReporter(launch.worker.name, routers, transport) as start_reporter:
         from worker.serving.rank import Rank
 
         rank = Rank(launch.worker, launch.rank, launch.rendezvous)

@@ -2,8 +2,9 @@
 
     this process ─┬─ valkey-server          unless the ledger has a url
                   ├─ router-0 ...
-                  └─ worker-0, worker-0.1 ... one process per rank; on Linux forked by a fork
-                                              server if ended processes are restarted
+                  ├─ worker-0, worker-0.1 ... one process per rank; on Linux forked by a fork
+                  │                           server if ended processes are restarted
+                  └─ worker-NAME-0 ...        workers of the model in the section models.NAME
 
 All of them end when this process ends, even if it is killed.
 """
@@ -19,8 +20,9 @@ from typing import Any, Self
 
 from cluster.config import Config
 from cluster.errors import ClusterFailed
+from cluster.groups import WorkerGroup
 from cluster.local.fork_server import ForkServer, is_possible
-from cluster.local.gpus import gpus_of_ranks, visible_gpus
+from cluster.local.gpus import gpus_of_ranks, ranks_with_gpus, visible_gpus
 from cluster.local.launch import RankLaunch, RouterLaunch
 from cluster.local.launcher import Launcher, SubprocessLauncher
 from cluster.local.own_ledger import OwnLedger
@@ -49,8 +51,8 @@ class ProcessCluster:
 
     Inside ``async with``, all processes run and every router is connected to every worker.
 
-    Routers and workers are numbered from 0. A router keeps its addresses when it is restarted. A
-    restarted worker is a new worker with another id.
+    Routers and workers are numbered from 0; the workers of the main model come first. A router
+    keeps its addresses when it is restarted. A restarted worker is a new worker with another id.
     """
 
     def __init__(
@@ -69,7 +71,8 @@ class ProcessCluster:
         self.workers: list[WorkerReplica] = []
         self._log_dir = config.state_dir / "logs"
         self._ledger = OwnLedger(config)
-        self._fork_server: ForkServer | None = None
+        #: fork servers by the ranks that they can fork: whether these need torch, and their threads
+        self._fork_servers: dict[tuple[bool, int], ForkServer] = {}
         self._gpus: list[str] = []
         self._transport = GRPC
 
@@ -123,10 +126,12 @@ class ProcessCluster:
             raise
 
     async def _start(self) -> None:
-        if self.config.autoscale.is_on:
-            raise ClusterFailed(
-                "autoscale.max_workers needs Ray: without Ray the number of workers is fixed"
-            )
+        for group in self.config.groups:
+            if group.autoscale.is_on:
+                raise ClusterFailed(
+                    f"{group.section}autoscale.max_workers needs Ray: without Ray the number of "
+                    "workers is fixed"
+                )
         if self.config.autoscale.max_routers is not None:
             raise ClusterFailed(
                 "autoscale.max_routers needs Ray: without Ray the number of routers is fixed"
@@ -135,38 +140,47 @@ class ProcessCluster:
         self._transport = internal(self.config.internal_tls)
         self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.config = await pinned(self.config)
-        self._gpus = await asyncio.to_thread(visible_gpus, self.config, os.environ)
+        groups = self.config.groups
+        self._gpus = await asyncio.to_thread(visible_gpus, groups, os.environ)
         self._warn_of_shared_gpus()
-        await _together(self._load_fork_server(), self._start_routers())
-        for index in range(self.config.num_workers):
-            self.workers.append(self._worker(index))
-        name = self.config.worker.name
-        with self._stages.stage("workers", f"loading {name}") as stage:
+        await _together(self._load_fork_servers(), self._start_routers())
+        for group in groups:
+            self.workers += [self._worker(group, index) for index in range(group.num_workers)]
+        names = ", ".join(group.model for group in groups)
+        with self._stages.stage("workers", f"loading {names}") as stage:
             await _together(*(worker.start() for worker in self.workers))
             await self._settle()
-            stage.result = f"{len(self.workers)} ready with {name}"
+            stage.result = ", ".join(
+                f"{group.num_workers} ready with {group.model}" for group in groups
+            )
         if self._revive:
             self._reviving = asyncio.gather(*map(_keep_alive, (*self.routers, *self.workers)))
 
     def _warn_of_shared_gpus(self) -> None:
-        ranks = self.config.num_workers * self.config.worker.tensor_parallel
+        ranks = ranks_with_gpus(self.config.groups)
         if 0 < len(self._gpus) < ranks:
             log.warning("ranks share GPUs", ranks=ranks, gpus=len(self._gpus))
 
-    async def _load_fork_server(self) -> None:
-        is_forkable = not self.config.worker.python and self.config.worker.engine == "everlift"
-        if self._revive and is_possible() and is_forkable:
-            environment, log_path = (
-                rank_environment(self._threads, self.config.worker),
-                self._log_dir / "fork-server.log",
-            )
-            self._fork_server = ForkServer(self.config.worker, environment, log_path)
-            try:
-                await self._fork_server.load()
-            except ClusterFailed as error:
-                log.warning("fork server unavailable: workers start more slowly", cause=str(error))
-                self._fork_server.close()
-                self._fork_server = None
+    async def _load_fork_servers(self) -> None:
+        if self._revive and is_possible():
+            await _together(*(self._load_fork_server(group) for group in self.config.groups))
+
+    async def _load_fork_server(self, group: WorkerGroup) -> None:
+        key, worker = self._fork_key(group), group.worker
+        if worker.python or worker.engine != "everlift" or key in self._fork_servers:
+            return
+        environment = rank_environment(self._threads(group), worker)
+        server = ForkServer(worker, environment, self._log_dir / "fork-server.log")
+        self._fork_servers[key] = server
+        try:
+            await server.load()
+        except ClusterFailed as error:
+            log.warning("fork server unavailable: workers start more slowly", cause=str(error))
+            server.close()
+            del self._fork_servers[key]
+
+    def _fork_key(self, group: WorkerGroup) -> tuple[bool, int]:
+        return group.worker.is_fake, self._threads(group)
 
     async def _start_routers(self) -> None:
         with self._stages.stage("ledger", "starting") as stage:
@@ -185,8 +199,8 @@ class ProcessCluster:
             await asyncio.gather(self._reviving, return_exceptions=True)
         for replicas in (self.routers, self.workers):
             await asyncio.gather(*(replica.stop() for replica in replicas))
-        if self._fork_server is not None:
-            self._fork_server.close()
+        for server in self._fork_servers.values():
+            server.close()
         await self._ledger.stop()
 
     # methods for tests and demonstrations, which name one replica by its number
@@ -225,33 +239,33 @@ class ProcessCluster:
 
     def _router(self, index: int, ledger: LedgerConfig) -> RouterReplica:
         router = self._router_configs()[index]
-        launch = RouterLaunch(
-            f"router-{index}", self.config.log_level, router, ledger, self.config.num_workers
-        )
+        num_workers = {group.model: group.num_workers for group in self.config.groups}
+        launch = RouterLaunch(f"router-{index}", self.config.log_level, router, ledger, num_workers)
         return RouterReplica(launch, SubprocessLauncher({}), self._log_dir)
 
     def _router_configs(self) -> list[RouterConfig]:
         return consecutive(self.config.router, self.config.num_routers)
 
-    def _worker(self, index: int) -> WorkerReplica:
-        config, threads = self.config, self._threads
+    def _worker(self, group: WorkerGroup, index: int) -> WorkerReplica:
         launch = RankLaunch(
-            f"worker-{index}",
-            config.log_level,
-            replace(config.worker, num_threads=threads),
+            f"{group.label}-{index}",
+            self.config.log_level,
+            replace(group.worker, num_threads=self._threads(group)),
             routers=tuple(router.internal_address for router in self.routers),
         )
-        gpus = gpus_of_ranks(config, self._gpus, index)
-        return WorkerReplica(launch, self._ranks(index), self._log_dir, gpus)
+        gpus = gpus_of_ranks(self.config.groups, group, self._gpus, index)
+        return WorkerReplica(launch, self._ranks(group, index), self._log_dir, gpus)
 
-    @property
-    def _threads(self) -> int:
-        return threads_per_rank(self.config, len(os.sched_getaffinity(0)))
+    def _threads(self, group: WorkerGroup) -> int:
+        return threads_per_rank(self.config.groups, group, len(os.sched_getaffinity(0)))
 
-    def _ranks(self, worker: int) -> Launcher:
-        cores = cores_of_worker(self.config, sorted(os.sched_getaffinity(0)), worker)
-        environment = rank_environment(self._threads, self.config.worker, cores)
-        return self._fork_server or SubprocessLauncher(environment)
+    def _ranks(self, group: WorkerGroup, index: int) -> Launcher:
+        """Return the launcher of the ranks of worker number ``index`` of ``group``."""
+        is_forkable = not group.worker.python and group.worker.engine == "everlift"
+        if is_forkable and (server := self._fork_servers.get(self._fork_key(group))):
+            return server
+        cores = cores_of_worker(self.config.groups, group, sorted(os.sched_getaffinity(0)), index)
+        return SubprocessLauncher(rank_environment(self._threads(group), group.worker, cores))
 
     async def _settle(self) -> None:
         try:

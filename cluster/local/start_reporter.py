@@ -33,7 +33,9 @@ class StartReporter:
     report is lost, and the start of the worker continues.
     """
 
-    def __init__(self, routers: Sequence[str], transport: Transport) -> None:
+    def __init__(self, model: str, routers: Sequence[str], transport: Transport) -> None:
+        """Create the reporter; ``model`` is the name of the worker's model for clients."""
+        self._model = model
         self._name = secrets.token_hex(8)
         self._started_at = time.monotonic()
         self._routers = routers
@@ -69,7 +71,9 @@ class StartReporter:
 
     async def _report(self, seconds: float) -> None:
         elapsed_s = time.monotonic() - self._started_at
-        start = session_pb2.WorkerStart(name=self._name, seconds=seconds, elapsed_s=elapsed_s)
+        start = session_pb2.WorkerStart(
+            name=self._name, seconds=seconds, elapsed_s=elapsed_s, model=self._model
+        )
         for router in self._routers:
             async with self._transport.channel(router) as channel:
                 stub = session_pb2_grpc.RouterInternalStub(channel)

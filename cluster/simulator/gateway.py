@@ -37,7 +37,7 @@ from everlift.errors import (
 from everlift.request_id import qualify
 from router.admission.fair_share import ServedOutputs
 from router.admission.load_shedding import Refusal
-from router.admission.scheduler import Placed
+from router.admission.model_queue import Placed
 from router.admission.throughput import measured_tpot_ratio
 from router.config import RouterConfig
 from router.ledger.entry import Move, State
@@ -214,7 +214,7 @@ class Gateway:
         request.count_sampled(self._steps[request.worker_id])
         if number := request.take_served():
             arrival = request.record.arrival
-            self._served.add(arrival.tenant, arrival.priority, number)
+            self._served.add("", arrival.tenant, arrival.priority, number)
 
     def on_message(self, frame: Frame) -> None:
         step = self._steps[frame.worker_id] = frame.load.work.step

@@ -6,6 +6,7 @@ In the product, ``router.leader.leader`` combines the same classes with a ledger
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import count
 
 from cluster.simulator.frame import Frame
@@ -13,12 +14,14 @@ from cluster.simulator.sequence import chunk_id
 from everlift.v1 import session_pb2
 from router.admission.fair_share import FairShare
 from router.admission.handover import DISPATCHES_AT_ONCE, MOVES_S
+from router.admission.leader_state import LeaderState
 from router.admission.load_shedding import Refusal
+from router.admission.model_queue import Placed
 from router.admission.placement import Placement
+from router.admission.placements import Placements
 from router.admission.policy import Rules
 from router.admission.preemption import Move
 from router.admission.prefix_index import PrefixIndex
-from router.admission.scheduler import LeaderState, Placed, cluster_load
 from router.admission.wait_estimate import EstimatedWait
 from router.admission.workers import Capacity
 from router.config import RouterConfig
@@ -26,6 +29,8 @@ from router.config import RouterConfig
 #: Name of the only gateway of a simulation.
 GATEWAY = "gateway"
 _TERM = 1
+#: Name of the only model of a simulation.
+_MODEL = ""
 
 
 class GlobalQueue:
@@ -46,11 +51,12 @@ class GlobalQueue:
         weights: Mapping[str, float] | None = None,
         now: float = 0.0,
     ) -> None:
-        self._placement = self.placement_class(config)
-        share = None if weights is None else _fair_share(config, weights)
+        placements = Placements(config, self.placement_class)
+        self._placement = placements[_MODEL]
+        share = None if weights is None else partial(_fair_share, config, weights)
         rules = Rules.of(config)
-        self._leader_state = LeaderState(config, rules, self._placement, occupants, "", now, share)
-        self._leader_state.restore_counters(())
+        self._leader_state = LeaderState(config, rules, placements, occupants, "", now, share)
+        self._leader_state.restore_counters(session_pb2.ClusterLoad())
         self._leader_state.handover.set_live_gateways([GATEWAY])
         self._leader_state.connect(GATEWAY, now)
         self._send(session_pb2.GatewayMessage(is_complete=True), now)
@@ -69,7 +75,7 @@ class GlobalQueue:
 
     def load(self, now: float) -> session_pb2.ClusterLoad:
         """Return the load report of the cluster, which the autoscaler reads."""
-        return cluster_load(_TERM, self._leader_state, self._placement.workers.values(), now, now)
+        return self._leader_state.load(_TERM, now, now)
 
     def worker_up(self, worker_id: str, capacity: Capacity) -> None:
         self._placement.join(worker_id, capacity)
@@ -110,7 +116,8 @@ class GlobalQueue:
 
     def finished(self, tpot_ratio: float, now: float) -> None:
         """Record the ratio of measured to predicted time per output token of a finished request."""
-        self._send(session_pb2.GatewayMessage(tpot_ratios=[tpot_ratio]), now)
+        ratio = session_pb2.TpotRatio(ratio=tpot_ratio)
+        self._send(session_pb2.GatewayMessage(tpot_ratios=[ratio]), now)
 
     def _send(self, message: session_pb2.GatewayMessage, now: float) -> list[Refusal]:
         return self._leader_state.on_message(GATEWAY, message, now).refused
@@ -139,7 +146,7 @@ class GlobalQueue:
         self._placement.expire(now)
         self._leader_state.update_estimates(now)
         self._leader_state.prune(now)
-        self._wait.on_estimate(self._leader_state.queue_estimate())
+        self._wait.on_estimate(self._leader_state.queue(_MODEL).queue_estimate())
 
 
 def _fair_share(config: RouterConfig, weights: Mapping[str, float]) -> FairShare:

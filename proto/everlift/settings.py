@@ -4,9 +4,10 @@
 
 Each layer overrides those to its left, and pydantic validates the result. The type of a setting is
 its field's annotation: str, int, float, bool, Path, an Enum or Literal of strings, tuple[X, ...],
-X | None, or another dataclass, whose settings form a section. Its range is a pydantic Field in the
-annotation (``Port``, ``Count``, ...). All invalid settings are reported together: an unknown key
-with the most similar key, a wrong type with the expected type, a value out of range with the bound.
+X | None, or another dataclass, whose settings form a section, or Mapping[str, X] for sections that
+the user names. Its range is a pydantic Field in the annotation (``Port``, ``Count``, ...). All
+invalid settings are reported together: an unknown key with the most similar key, a wrong type with
+the expected type, a value out of range with the bound.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from difflib import get_close_matches
 from enum import Enum
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import (
     Annotated,
     Any,
@@ -76,35 +78,38 @@ T = TypeVar("T")
 
 
 def load(
-    cls: type[T], *layers: Mapping[str, object], location_of: Callable[[str], str] = lambda path: ""
+    cls: type[T],
+    *layers: Mapping[str, object],
+    location_of: Callable[[str], str] = lambda path: "",
+    copies: Mapping[str, str] = MappingProxyType({}),
 ) -> T:
     """Return an instance of the dataclass ``cls`` with the settings in ``layers``.
 
     Each layer is a nested mapping, and overrides those before it. ``location_of`` is called with
     the dotted path of an invalid setting, and returns the text that precedes the path in the error,
-    for example the setting's file and line.
+    for example the setting's file and line. ``copies`` has the paths of settings that were copied
+    from other settings, with the paths of the latter. A copy is not reported if the original is.
 
     Raises SettingsError, which lists the invalid settings. Missing settings are listed only if
     there is no other error. The check of a dataclass (``__post_init__``) reports its first problem,
     and only once each setting of the dataclass is valid by itself.
     """
-    merged: Mapping[str, object] = {}
-    for layer in layers:
-        merged = _merge(merged, layer)
+    merged = merge(*layers)
     # The settings are validated as JSON. In this mode pydantic converts lists to tuples and texts
     # to paths, but no other types.
     data = to_json(merged, inf_nan_mode="constants", fallback=str)
     try:
         return cast(T, _adapter(cast(Any, cls)).validate_json(data, strict=True, extra="forbid"))
     except ValidationError as error:
-        raise to_settings_error(cls, error, location_of, list(_paths(merged, ""))) from None
+        raise to_settings_error(cls, error, location_of, list(paths(merged)), copies) from None
 
 
-def _paths(values: Mapping[str, object], section: str) -> Iterator[str]:
+def paths(values: Mapping[str, object], section: str = "") -> Iterator[str]:
+    """Yield the dotted path of each key in nested ``values``; ``section`` precedes each path."""
     for name, value in values.items():
         yield f"{section}{name}"
         if isinstance(value, Mapping):
-            yield from _paths(value, f"{section}{name}.")
+            yield from paths(value, f"{section}{name}.")
 
 
 def to_settings_error(
@@ -112,12 +117,13 @@ def to_settings_error(
     error: ValidationError,
     location_of: Callable[[str], str] = lambda path: "",
     order: Sequence[str] = (),
+    copies: Mapping[str, str] = MappingProxyType({}),
 ) -> SettingsError:
     """Return a SettingsError for pydantic's ``error`` about the dataclass ``cls``.
 
     Its message has one line per setting, sorted by the positions of their paths in ``order``.
     ``location_of`` is called with a setting's dotted path, and returns the text that precedes the
-    line.
+    line. ``copies`` is that of ``load``.
     """
     keys, problems = Keys(cls), _Problems(location_of)
     details = error.errors()
@@ -127,8 +133,10 @@ def to_settings_error(
     others = [detail for detail in details if detail["type"] not in (_UNKNOWN_KEY, "missing")]
     found = [_problem(cls, keys, detail) for detail in [*unknown, *others] or details]
     positions = {path: position for position, path in enumerate(order)}
+    wrong = {path for path, _ in found}
     for path, problem in sorted(found, key=lambda each: positions.get(each[0], len(order))):
-        problems.add(path, problem)
+        if copies.get(path) not in wrong:
+            problems.add(path, problem)
     return problems.error
 
 
@@ -146,6 +154,8 @@ def _problem(cls: type, keys: Keys, detail: ErrorDetails) -> tuple[str, Settings
     for name in detail["loc"]:
         if isinstance(name, str) and is_dataclass(hint):
             path, hint = f"{path}.{name}".lstrip("."), get_type_hints(cast(type, hint)).get(name)
+        elif isinstance(name, str) and (section_type := _named_section(hint)):
+            path, hint = f"{path}.{name}", section_type
         elif isinstance(name, int) and hint is not None:
             hint = _inner(hint)
     kind, value = detail["type"], detail["input"]
@@ -168,7 +178,7 @@ def _problem(cls: type, keys: Keys, detail: ErrorDetails) -> tuple[str, Settings
 
 
 def _wrong_type(path: str, hint: Any, value: object) -> SettingsError:
-    if is_dataclass(hint):
+    if is_dataclass(hint) or _named_section(hint):
         return SettingsError(f"{path}: must be a section of settings, not {value!r}")
     hint = _inner(hint) if _is_optional(hint) else hint
     return SettingsError(f"{path}: must be {_describe(hint)}, not {value!r}{_nearest(hint, value)}")
@@ -256,28 +266,34 @@ def _plain(value: object) -> object:
             return str(value)
         case tuple():
             return [_plain(item) for item in value]
+        case Mapping():
+            return {name: _plain(item) for name, item in value.items()}
         case _:
             return to_dict(value) if is_dataclass(value) else value
 
 
 class Keys:
-    """Types of all settings of a dataclass, by the dotted paths of the settings."""
+    """Types of all settings of a dataclass, by the dotted paths of the settings.
+
+    The name of a section that the user names can be any.
+    """
 
     def __init__(self, cls: type) -> None:
+        #: types by path, with "*" in place of a name that the user chooses
         self._types = dict(_leaves(cls, section=""))
 
     def __contains__(self, path: str) -> bool:
-        return path in self._types
+        return path in self._named_as(path)
 
     def __getitem__(self, path: str) -> Any:
-        return self._types[path]
+        return self._named_as(path)[path]
 
     def unknown(self, path: str, spell: Callable[[str], str] = str) -> SettingsError:
         """Return the error to raise for a ``path`` that is not the path of a setting.
 
         ``spell`` converts a path to the form in which the user writes it.
         """
-        if any(key.startswith(f"{path}.") for key in self._types):
+        if any(key.startswith(f"{path}.") for key in self._named_as(path)):
             return SettingsError(f"{spell(path)}: is a section; only its keys can be set")
         near = self._nearest(path)
         hint = f"; did you mean {spell(near)}?" if near else ""
@@ -290,15 +306,26 @@ class Keys:
         sections, then similar keys anywhere.
         """
         section, dot, name = path.rpartition(".")
-        prefix = section + dot
+        prefix, keys = section + dot, self._named_as(path)
         beside = {
             prefix + key.removeprefix(prefix).partition(".")[0]
-            for key in self._types
+            for key in keys
             if key.startswith(prefix)
         }
-        namesakes = [key for key in self._types if key.rpartition(".")[2] == name]
+        namesakes = [key for key in keys if key.rpartition(".")[2] == name]
         near = get_close_matches(path, sorted(beside), 1, 0.75) or namesakes
-        return next(iter(near or get_close_matches(path, self._types, 1)), None)
+        return next(iter(near or get_close_matches(path, keys, 1)), None)
+
+    def _named_as(self, path: str) -> Mapping[str, Any]:
+        """Return the types with the names that ``path`` has in its sections, else NAME."""
+        return {_named_key(key, path): hint for key, hint in self._types.items()}
+
+
+def _named_key(key: str, path: str) -> str:
+    section, star, rest = key.partition("*")
+    is_below = star and path.startswith(section)
+    name = path.removeprefix(section).partition(".")[0] if is_below else "NAME"
+    return f"{section}{name}{rest}" if star else key
 
 
 def _variable(path: str) -> str:
@@ -309,18 +336,22 @@ def _leaves(cls: type, section: str) -> Iterator[tuple[str, Any]]:
     for name, hint in get_type_hints(cls).items():
         if is_dataclass(hint):
             yield from _leaves(cast(type, hint), f"{section}{name}.")
+        elif section_type := _named_section(hint):
+            yield from _leaves(section_type, f"{section}{name}.*.")
         else:
             yield f"{section}{name}", hint
 
 
-def _merge(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, object]:
-    merged = dict(below)
-    for key, value in above.items():
-        old = merged.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping):
-            merged[key] = _merge(old, value)
-        else:
-            merged[key] = value
+def merge(*layers: Mapping[str, object]) -> dict[str, object]:
+    """Return the nested mapping of all ``layers``, of which each overrides those before it."""
+    merged: dict[str, object] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            old = merged.get(key)
+            if isinstance(old, Mapping) and isinstance(value, Mapping):
+                merged[key] = merge(old, value)
+            else:
+                merged[key] = value
     return merged
 
 
@@ -372,6 +403,14 @@ def _is_optional(hint: Any) -> bool:
     return get_origin(hint) in (Union, types.UnionType)
 
 
+def _named_section(hint: Any) -> type | None:
+    """Return the dataclass X if ``hint`` is Mapping[str, X], else None."""
+    if get_origin(hint) is not Mapping:
+        return None
+    _, inner = get_args(hint)
+    return cast(type, inner) if is_dataclass(inner) else None
+
+
 def _inner(hint: Any) -> Any:
     """Return the type X of a ``hint`` that is either ``X | None`` or ``tuple[X, ...]``."""
     return next(arg for arg in get_args(hint) if arg is not type(None))
@@ -395,6 +434,8 @@ def _names(hint: Any) -> tuple[str, ...]:
 def _describe(hint: Any) -> str:
     if get_origin(hint) is tuple:
         return f"a list, each {_describe(_inner(hint))}"
+    if is_dataclass(hint):
+        return "a section of settings"
     if names := _names(hint):
         return f"one of {', '.join(names)}"
     return _SCALARS[hint]

@@ -126,23 +126,26 @@ class TokenCounters:
 
 
 class ServedOutputs:
-    """Output tokens that a router has not reported to the leader yet, by tenant and class."""
+    """Output tokens that a router has not reported to the leader yet.
+
+    They are counted by model, tenant and class.
+    """
 
     def __init__(self) -> None:
-        self._tokens: Counter[tuple[str, int]] = Counter()
+        self._tokens: Counter[tuple[str, str, int]] = Counter()
 
     def __bool__(self) -> bool:
         return bool(self._tokens)
 
-    def add(self, tenant: str, priority: int, tokens: int) -> None:
-        self._tokens[tenant, priority] += tokens
+    def add(self, model: str, tenant: str, priority: int, tokens: int) -> None:
+        self._tokens[model, tenant, priority] += tokens
 
     def drain(self) -> list[session_pb2.ServedTokens]:
-        """Remove and return all tokens, as one message for each pair of tenant and class."""
+        """Remove and return all tokens, as one message for each model, tenant and class."""
         tokens, self._tokens = self._tokens, Counter()
         return [
-            session_pb2.ServedTokens(tenant=tenant, priority=priority, tokens=number)
-            for (tenant, priority), number in tokens.items()
+            session_pb2.ServedTokens(model=model, tenant=tenant, priority=priority, tokens=number)
+            for (model, tenant, priority), number in tokens.items()
         ]
 
 

@@ -180,13 +180,13 @@ class EarlyRejection:
 
     def __init__(self, config: RouterConfig, rng: Random) -> None:
         self.rules = Rules.of(config)
-        #: last estimate that the leader reported
-        self.queue_estimate = session_pb2.QueueEstimate()
+        #: last estimate that the leader reported, by model
+        self.queue_estimates: dict[str, session_pb2.QueueEstimate] = {}
         self._retry_limiter = RetryLimiter(config.retry_rate, config.retry_burst)
         self._rng = rng
 
-    def admit(self, request_id: str, priority: int, queued: int, now: float) -> None:
-        """Check that a new request may join the queue, in which ``queued`` requests are already.
+    def admit(self, request_id: str, model: str, priority: int, now: float) -> None:
+        """Check that a new request may join the queue of its model.
 
         Raises RetriedTooSoon if the request was refused before, is sent again before its
         Retry-After, and its tenant's bucket has no token for premature retries. Raises QueueFull if
@@ -194,12 +194,15 @@ class EarlyRejection:
         """
         if early_s := self._retry_limiter.admit_retry(request_id, now):
             raise RetriedTooSoon("retried before the time in retry-after", retry_after_s=early_s)
-        if queued >= self.rules.max_queued and not self._can_displace(priority):
-            raise self.refuse(request_id, QueueFull.slug, None, now)
+        estimate = self._estimate(model)
+        is_full = estimate.queued >= self.rules.max_queued
+        if is_full and not (estimate.HasField("lowest") and estimate.lowest < priority):
+            raise self.refuse(request_id, model, QueueFull.slug, None, now)
 
     def check_in_time(
         self,
         request_id: str,
+        model: str,
         priority: int,
         ttft_target_s: float | None,
         timeout_s: float | None,
@@ -214,18 +217,18 @@ class EarlyRejection:
         """
         if not self.rules.refuse_late:
             return
-        output_s = (least_tokens - 1) * self.queue_estimate.least_tpot_s
+        output_s = (least_tokens - 1) * self._estimate(model).least_tpot_s
         deadlines = Deadlines.within(ttft_target_s, timeout_s)
-        missed = deadlines.missed(self._wait_s(request_id, priority), 0.0, output_s)
+        missed = deadlines.missed(self._wait_s(request_id, model, priority), 0.0, output_s)
         if missed is not None:
             too_long = least_tokens if missed.is_by_output else 0
             slug = DeadlineUnmeetable.slug
-            raise self.refuse(request_id, slug, missed.shorter_s, now, too_long)
+            raise self.refuse(request_id, model, slug, missed.shorter_s, now, too_long)
 
-    def _can_displace(self, priority: int) -> bool:
-        return self.queue_estimate.HasField("lowest") and self.queue_estimate.lowest < priority
+    def _estimate(self, model: str) -> session_pb2.QueueEstimate:
+        return self.queue_estimates.get(model) or session_pb2.QueueEstimate()
 
-    def _wait_s(self, request_id: str, priority: int) -> float:
+    def _wait_s(self, request_id: str, model: str, priority: int) -> float:
         """Return the wait that 95 % of requests should exceed, in seconds; 0 if unknown.
 
         With fair shares, queued requests of the same class do not count, because only the leader
@@ -233,12 +236,13 @@ class EarlyRejection:
         """
         is_fair = self.rules.fair_share and is_qualified(request_id)
         first = priority + is_fair
-        before = [it.wait_s for it in self.queue_estimate.waits if it.priority >= first]
+        before = [it.wait_s for it in self._estimate(model).waits if it.priority >= first]
         return before[-1] if before else 0.0
 
     def refuse(
         self,
         request_id: str,
+        model: str,
         slug: str,
         retry_after_s: float | None,
         now: float,
@@ -250,7 +254,7 @@ class EarlyRejection:
         seconds after which the queue is short enough for the request. If ``least_tokens`` is above
         0, the error message says that an output of this many tokens would end too late.
         """
-        drained_s = self._drained_s() * self._rng.uniform(*_JITTER)
+        drained_s = self._drained_s(model) * self._rng.uniform(*_JITTER)
         retry_after_s = max(drained_s, retry_after_s or 0.0)
         self._retry_limiter.refused(request_id, now, now + retry_after_s)
         too_long = _OUTPUT_TOO_LONG.format(least_tokens) if least_tokens else ""
@@ -258,9 +262,9 @@ class EarlyRejection:
         error.retry_after_s = retry_after_s
         return error
 
-    def _drained_s(self) -> float:
+    def _drained_s(self, model: str) -> float:
         """Return the estimated seconds until the queue is empty, from 1 to 60; 1 if unknown."""
-        queue_estimate = self.queue_estimate
+        queue_estimate = self._estimate(model)
         if not queue_estimate.tokens_per_s:
             return _UNKNOWN_S
         work_tokens = queue_estimate.waits[-1].work_tokens if queue_estimate.waits else 0

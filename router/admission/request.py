@@ -118,6 +118,8 @@ class Waiting(NamedTuple):
     #: none
     adapter: str = ""
     adapter_digest: str = ""
+    #: name of the model that the worker must serve
+    model: str = ""
     #: share of the recent requests whose sessions had attained less service, below 1; set by the
     #: leader when the request enters its queue
     attained_rank: float = 0.0
@@ -162,6 +164,7 @@ class Waiting(NamedTuple):
             session=message.session,
             adapter=message.adapter,
             adapter_digest=message.adapter_digest,
+            model=message.model,
         )
 
 

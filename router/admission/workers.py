@@ -111,6 +111,7 @@ def _kind(worker: Connected) -> admin_pb2.WorkerKind:
         max_num_batched_tokens=info.max_num_batched_tokens,
         step_time=_model(worker.step_time),
         engine_policy=worker.state.engine_policy,
+        model=info.model,
     )
 
 

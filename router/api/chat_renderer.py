@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, replace
 
 from everlift.errors import NoChatTemplate, OutOfRange, Unsupported
@@ -23,13 +23,14 @@ MAX_TEMPLATE_BYTES = 32 << 10
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """Prompt of a conversation, and the tools that its output may call.
+    """Prompt of a conversation for a model, and the tools that its output may call.
 
     ``prompt`` is a text with special tokens. ``grammar`` constrains the output, unless it is None.
     ``formats`` are those in which the model writes tool calls and reasoning. ``images`` are in the
     order of their placeholders in the prompt.
     """
 
+    model: ServedModel
     prompt: str
     grammar: Grammar | None
     tools: ToolUse
@@ -63,19 +64,22 @@ class RenderedChat:
 
 
 class ChatRenderer:
-    """Renderer of conversations with the model's template; without one, all are rejected.
+    """Renderer of conversations with the template of their model; without one, they are rejected.
 
     With ``accepts_templates`` a conversation may have a template of its own.
     """
 
     def __init__(
-        self, model: ServedModel, template: ChatTemplate | None, *, accepts_templates: bool = False
+        self,
+        templates: Mapping[str, ChatTemplate],
+        *,
+        accepts_templates: bool = False,
     ) -> None:
-        self._model = model
-        self._template = template
+        """Create the renderer; ``templates`` are those of the models that have one, by model."""
+        self._templates = templates
         self._accepts_templates = accepts_templates
 
-    async def render(self, conversation: Conversation) -> RenderedChat:
+    async def render(self, model: ServedModel, conversation: Conversation) -> RenderedChat:
         """Return the prompt of a conversation, and what its output may be.
 
         Raises NoChatTemplate, Unsupported or OutOfRange for a template of the conversation, and
@@ -83,42 +87,40 @@ class ChatRenderer:
         InvalidRequest if the tools are invalid, QueueFull if too many chats wait to be rendered,
         and EverliftError if no renderer process can be started.
         """
-        prompt = await self._text(conversation)
-        self._model.check_fits(prompt)
-        return replace(self.rendered(prompt, conversation.tools), images=conversation.images)
+        prompt = await self._text(model, conversation)
+        model.check_fits(prompt)
+        rendered = self.rendered(model, prompt, conversation.tools)
+        return replace(rendered, images=conversation.images)
 
-    def rendered(self, prompt: str, tools: ToolUse) -> RenderedChat:
+    def rendered(self, model: ServedModel, prompt: str, tools: ToolUse) -> RenderedChat:
         """Return a prompt that was rendered before, or its end, with its tools."""
-        formats = self._template.formats if self._template is not None else Formats()
-        return RenderedChat(prompt, tools.grammar(formats.tools), tools, formats)
+        template = self._templates.get(model.name)
+        formats = template.formats if template is not None else Formats()
+        return RenderedChat(model, prompt, tools.grammar(formats.tools), tools, formats)
 
     async def token_ids(
-        self, conversation: Conversation, *, add_special_tokens: bool = False
+        self, model: ServedModel, conversation: Conversation, *, add_special_tokens: bool = False
     ) -> tuple[int, ...]:
         """Return the token ids of a conversation's prompt. Raises the same errors as ``render``.
 
         ``add_special_tokens``: add those of the tokenizer to those that the template writes.
         """
-        text = await self._text(conversation)
-        return await self._encode(text, add_special_tokens=add_special_tokens)
+        text = await self._text(model, conversation)
+        return await _encode(model, text, add_special_tokens=add_special_tokens)
 
     async def count_tokens(self, rendered: RenderedChat) -> int:
         """Return the number of tokens of a prompt. Raises PromptTooLong if it fits no context."""
-        return len(await self._encode(rendered.prompt))
+        return len(await _encode(rendered.model, rendered.prompt))
 
-    async def _encode(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
-        return await tokenizer.with_text(
-            len(text), lambda: self._model.encode(text, add_special_tokens=add_special_tokens)
-        )
-
-    async def _text(self, conversation: Conversation) -> str:
-        self._model.check_images(conversation.images)
+    async def _text(self, model: ServedModel, conversation: Conversation) -> str:
+        model.check_images(conversation.images)
         own = conversation.chat_template
         if own is not None:
             self._check_template(own)
-        if self._template is None or not (self._template.is_models or own is not None):
-            raise NoChatTemplate(f"the model {self._model.name!r} has no chat template")
-        return await self._template.render(
+        template = self._templates.get(model.name)
+        if template is None or not (template.is_models or own is not None):
+            raise NoChatTemplate(f"the model {model.name!r} has no chat template")
+        return await template.render(
             conversation.turns,
             conversation.tools.shown,
             add_generation_prompt=conversation.add_generation_prompt,
@@ -140,3 +142,11 @@ class ChatRenderer:
             raise OutOfRange(
                 f"chat_template has more than {MAX_TEMPLATE_BYTES} bytes", field="chat_template"
             )
+
+
+async def _encode(
+    model: ServedModel, text: str, *, add_special_tokens: bool = False
+) -> tuple[int, ...]:
+    return await tokenizer.with_text(
+        len(text), lambda: model.encode(text, add_special_tokens=add_special_tokens)
+    )

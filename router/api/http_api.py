@@ -30,7 +30,7 @@ from router.auth.caller import Authenticator
 from router.observability.metrics.http_server import MetricsServer
 from router.requests import sampling_defaults
 from router.requests.manager import Requests
-from router.requests.tokenizer import ServedModel
+from router.requests.served_models import ServedModels
 
 INFER, ADMIN, METRICS = caller.Scope.INFER, caller.Scope.ADMIN, caller.Scope.METRICS
 _EXPLANATION = "/v1/requests/{request_id:path}/explanation"
@@ -50,7 +50,7 @@ class Api:
         conversations: Conversations,
         texts: Texts,
         explaining: Explaining,
-        model: ServedModel,
+        models: ServedModels,
         requests: Requests,
         metrics: MetricsServer,
         adapters: AdapterPaths,
@@ -70,7 +70,7 @@ class Api:
         self._conversations = conversations
         self._texts = texts
         self._explaining = explaining
-        self._model = model
+        self._models = models
         self._requests = requests
         self._metrics = metrics
         self._adapters = adapters
@@ -89,7 +89,7 @@ class Api:
                 *self._object_routes(),
                 self._messages_route("/v1/messages", self._messages.create),
                 self._messages_route("/v1/messages/count_tokens", self._messages.count_tokens),
-                self._route("GET", "/v1/models", self._models, INFER),
+                self._route("GET", "/v1/models", self._list_models, INFER),
                 self._route("GET", "/v1/models/{model:path}", self._one_model, INFER),
                 self._route("POST", "/v1/load_lora_adapter", self._adapters.load, ADMIN),
                 self._route("POST", "/v1/unload_lora_adapter", self._adapters.unload, ADMIN),
@@ -175,27 +175,27 @@ class Api:
     def _endpoint(self, method: str, handler: Handler, *scopes: caller.Scope) -> Endpoint:
         return Endpoint(self._authenticator, {method: handler}, scopes, self._max_body_bytes)
 
-    async def _models(self, call: Call) -> Response:
-        described = [self._described(name) for name in self._model.names]
+    async def _list_models(self, call: Call) -> Response:
+        described = [self._described(name) for name in self._models.names]
         return JsonResponse({"object": "list", "data": described})
 
     async def _one_model(self, call: Call) -> Response:
         requested = call.request.path_params["model"]
         if not requested:
             raise UnknownPath("no such path")
-        self._model.check_requested(requested)
         return JsonResponse(self._described(requested))
 
     def _described(self, name: str) -> openapi.Model:
+        model = self._models.requested(name)
         return {
             "id": name,
             "object": "model",
             "created": self._started,
             "owned_by": "everlift",
-            "root": self._model.root_of(name),
-            "parent": self._model.parent_of(name),
-            "max_model_len": self._model.max_model_len,
-            "sampling_defaults": sampling_defaults.as_json(self._model.sampling_defaults),
+            "root": model.root_of(name),
+            "parent": model.parent_of(name),
+            "max_model_len": model.max_model_len,
+            "sampling_defaults": sampling_defaults.as_json(model.sampling_defaults),
         }
 
     async def _exposed(self, call: Call) -> Response:

@@ -41,10 +41,10 @@ from router.requests.delivered import Delivered
 from router.requests.manager import Requests, new_request_id
 from router.requests.request import Elsewhere, LiveRequest
 from router.requests.request_stream import RequestStream, lost_output_error
+from router.requests.served_models import ServedModels
 from router.requests.stream import LiveSource, Relay, RelayedSource, Source
 from router.requests.submission import check_same_body
 from router.requests.timing import Journal
-from router.requests.tokenizer import ServedModel
 from router.requests.tracer import NO_TRACES, Tracer
 
 #: Exclusive upper bound of an arrival time in a page token, in microseconds.
@@ -152,12 +152,12 @@ class Inference:
     def __init__(
         self,
         requests: Requests,
-        model: ServedModel,
+        models: ServedModels,
         transport: Transport,
         tracer: Tracer = NO_TRACES,
     ) -> None:
         self._requests = requests
-        self._model = model
+        self._models = models
         self._relay = Relay(transport)
         self._tracer = tracer
         #: streams that are open, or have ended and were not garbage-collected yet
@@ -236,12 +236,13 @@ class Inference:
         trace = self._tracer.start_span(headers.items())
         x_request_id = header_request_id(headers)
         message.request_id = message.request_id or new_request_id(message.session_id)
-        with self._recording_rejections(trace, journal.called_at, x_request_id):
+        with self._recording_rejections(message, trace, journal.called_at, x_request_id):
             request_id = caller.qualify(message.request_id)
+            model = self._models.requested(message.model)
             prompt = message.text or message.tokens.ids
             size = len(prompt) + sum(map(len, message.images))
             if message.text or not message.HasField("truncate_prompt_tokens"):
-                self._model.check_fits(prompt)
+                model.check_fits(prompt)
             submission = await tokenizer.with_text(
                 size,
                 lambda: caller.limits.fitted(
@@ -251,14 +252,14 @@ class Inference:
                         secrets.randbits(63),
                         trace,
                         x_request_id,
-                        self._model.sampling_defaults,
-                        self._model.adapter_digests,
+                        model.sampling_defaults,
+                        model.adapter_digests,
                     )
                 ),
             )
             turns = await self._requests.session_turns.find(submission)
             request = await tokenizer.with_text(
-                len(prompt), lambda: self._model.resolve(submission, turns)
+                len(prompt), lambda: model.resolve(submission, turns)
             )
             journal.received(now())
             try:
@@ -451,9 +452,9 @@ class Inference:
 
         Raises UnknownModel, RouterStopping while one model replaces another, and PromptTooLong.
         """
-        self._model.check_requested(message.model)
-        ids = await tokenizer.with_text(len(message.text), lambda: self._model.encode(message.text))
-        return pb.TokenizeResponse(token_ids=ids, max_model_len=self._model.max_model_len or 0)
+        model = self._models.requested(message.model)
+        ids = await tokenizer.with_text(len(message.text), lambda: model.encode(message.text))
+        return pb.TokenizeResponse(token_ids=ids, max_model_len=model.max_model_len or 0)
 
     async def detokenize(
         self, caller: Caller, message: pb.DetokenizeRequest
@@ -463,13 +464,12 @@ class Inference:
         Raises UnknownModel, RouterStopping while one model replaces another, and OutOfRange if an
         id is not in the vocabulary.
         """
-        self._model.check_requested(message.model)
+        model = self._models.requested(message.model)
         ids = message.token_ids
-        text = await tokenizer.with_text(len(ids), lambda: self._model.decode(ids))
+        text = await tokenizer.with_text(len(ids), lambda: model.decode(ids))
         return pb.DetokenizeResponse(text=text)
 
     def list_models(self) -> pb.ListModelsResponse:
-        model = self._model
         return pb.ListModelsResponse(
             models=[
                 pb.Model(
@@ -480,6 +480,7 @@ class Inference:
                     parent=model.parent_of(name) or "",
                     root=model.root_of(name),
                 )
+                for model in self._models
                 for name in model.names
             ]
         )
@@ -518,7 +519,11 @@ class Inference:
 
     @contextmanager
     def _recording_rejections(
-        self, trace: TraceContext | None, arrived_at: float, x_request_id: str
+        self,
+        message: pb.GenerateRequest,
+        trace: TraceContext | None,
+        arrived_at: float,
+        x_request_id: str,
     ) -> Iterator[None]:
         """Context manager that records an exception as a rejected submission and raises it again.
 
@@ -529,7 +534,7 @@ class Inference:
             yield
         except Exception as error:
             known = error if isinstance(error, EverliftError) else EverliftError()
-            self._requests.count_rejected(known)
+            self._requests.count_rejected(known, self._models.canonical_name(message.model))
             self._tracer.refused(trace, now() - arrived_at, known.slug, x_request_id)
             raise
 

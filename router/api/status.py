@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
 
 from everlift.v1 import inference_pb2 as pb
@@ -10,7 +11,7 @@ from router.heartbeat import Heartbeat
 from router.leader.client import LeaderClient
 from router.leader.leader import Leader
 from router.requests.manager import Requests
-from router.requests.tokenizer import ServedModel
+from router.requests.served_models import ServedModels
 from router.worker_sessions import Sessions, WorkerLink
 
 
@@ -18,7 +19,7 @@ class Status:
     def __init__(
         self,
         cluster_id: str,
-        model: ServedModel,
+        models: ServedModels,
         requests: Requests,
         sessions: Sessions,
         leader_client: LeaderClient,
@@ -28,7 +29,7 @@ class Status:
         http_address: str,
     ) -> None:
         self._cluster_id = cluster_id
-        self._model = model
+        self._models = models
         self._requests = requests
         self._sessions = sessions
         self._leader_client = leader_client
@@ -50,7 +51,7 @@ class Status:
         counters = self._requests.counters
         return pb.GetStatusResponse(
             cluster_id=self._cluster_id,
-            model=self._model.name,
+            model=self._models.first.name,
             leader=self._heartbeat.leader_id,
             workers=workers,
             queued=self._leader_client.queued,
@@ -67,6 +68,17 @@ class Status:
             metrics_address=self._metrics_address,
             http_address=self._http_address,
             missing_workers=await self._requests.missing_workers(),
+            models=[self._model(model.name, workers) for model in self._models],
+        )
+
+    def _model(self, name: str, workers: Iterable[pb.WorkerStatus]) -> pb.ModelStatus:
+        alive = [worker for worker in workers if worker.alive and worker.model == name]
+        estimate = self._requests.queue_estimates.get(name)
+        return pb.ModelStatus(
+            name=name,
+            workers=len(alive),
+            queued=0 if estimate is None else estimate.queued,
+            running=sum(worker.num_running for worker in alive),
         )
 
     def _worker(self, link: WorkerLink) -> pb.WorkerStatus:
@@ -92,6 +104,7 @@ def _worker(link: WorkerLink) -> pb.WorkerStatus:
         preemptions=state.preemptions,
         step=state.step,
         tensor_parallel=info.tensor_parallel,
+        model=info.model,
         running=link.running,
         counters=state.counters,
         max_num_seqs=info.max_num_seqs,

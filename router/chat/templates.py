@@ -19,7 +19,7 @@ from router.chat.frames import Launch
 from router.chat.messages import Message, template_messages
 from router.chat.parsers.registry import Formats
 from router.chat.process import RendererProcess
-from router.config import RouterConfig
+from router.config import ModelConfig, RouterConfig
 
 #: Maximum characters of a rendered chat. No model's context is longer.
 _MAX_CHARACTERS = 1 << 24
@@ -35,7 +35,7 @@ _LOOP_OVER_PARTS = re.compile(
     r"\bfor\s+\w+\s+in\s+\w+(?:\.content|\[\s*['\"]content['\"]\s*\])\s*(?:\||-?%|\bif\b)"
 )
 _TEST_FOR_TEXT = re.compile(r"\bis\s+string\b")
-_DEFAULTS = RouterConfig()
+_DEFAULTS, _MODEL_DEFAULTS = RouterConfig(), ModelConfig()
 _NO_VARIABLES: Mapping[str, object] = {}
 
 
@@ -51,14 +51,16 @@ class ChatTemplate:
     An instance is used in one event loop, and its owner must close it.
     """
 
-    def __init__(self, templates: Templates, config: RouterConfig, max_characters: int) -> None:
+    def __init__(
+        self, templates: Templates, config: RouterConfig, model: ModelConfig, max_characters: int
+    ) -> None:
         self._templates = templates
         #: whether the template reads only lists of parts, for chats without tools and with tools
         self._reads_only_parts = tuple(
             map(_reads_only_parts, (templates.default, templates.tool_use))
         )
         #: formats in which the model writes tool calls and reasoning
-        self.formats = Formats.of(config.tool_format, config.reasoning_format, templates.tool_use)
+        self.formats = Formats.of(model.tool_format, model.reasoning_format, templates.tool_use)
         launch = Launch(
             **asdict(templates),
             cpu_s=config.template_timeout,
@@ -74,20 +76,21 @@ class ChatTemplate:
     def load(
         cls,
         directory: Path,
-        *,
         config: RouterConfig = _DEFAULTS,
+        model: ModelConfig = _MODEL_DEFAULTS,
+        *,
         max_characters: int = _MAX_CHARACTERS,
     ) -> Self | None:
         """Load the template of the model in ``directory``; return None if it has none.
 
-        If it has none but requests may have templates, return an instance for these.
-        ``max_characters`` limits the length of a rendered chat. Raises UnknownModel for invalid
-        files.
+        If it has none but requests may have templates, return an instance for these. ``model`` has
+        the settings of the model. ``max_characters`` limits the length of a rendered chat. Raises
+        UnknownModel for invalid files.
         """
         templates = Templates.read(directory)
         if templates is None and config.allow_chat_template:
             templates = Templates("", "", special_tokens(directory))
-        return cls(templates, config, max_characters) if templates is not None else None
+        return cls(templates, config, model, max_characters) if templates is not None else None
 
     @property
     def is_models(self) -> bool:

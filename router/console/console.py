@@ -178,18 +178,18 @@ class Console:
     async def _poll_ledger(self) -> None:
         while True:
             try:
-                load, scaling = await self._read_reports() if self._audience else (None, None)
+                load, scaling = await self._read_reports() if self._audience else (None, [])
                 self._snapshot.load = load
                 self._snapshot.scaling = described(scaling, now())
             except Exception:
                 self._log_failure("the console could not read the ledger")
             await asyncio.sleep(_POLL_INTERVAL_S)
 
-    async def _read_reports(self) -> tuple[LoadReport | None, ScalingReport | None]:
+    async def _read_reports(self) -> tuple[LoadReport | None, list[ScalingReport]]:
         try:
             return await self._ledger.load(), await self._ledger.scaling()
         except LedgerUnavailable:
-            return None, None
+            return None, []
 
     async def _poll_peers(self) -> None:
         while True:

@@ -42,11 +42,11 @@ class MeasuredRequests:
         return [counts[bound] for bound in self.bounds(name)]
 
     def failures(self) -> Mapping[str, int]:
-        return {
-            outcome: int(sample.value)
-            for sample in self._instruments.samples(_REQUESTS)
-            if sample.name == _REQUESTS and (outcome := sample.labels["outcome"]) != OK
-        }
+        failures: Counter[str] = Counter()
+        for sample in self._instruments.samples(_REQUESTS):
+            if sample.name == _REQUESTS and (outcome := sample.labels["outcome"]) != OK:
+                failures[outcome] += int(sample.value)
+        return failures
 
     def tenant_prompts(self) -> Mapping[str, Prompts]:
         cached = self._by_tenant(_TENANT_HIT_TOKENS)

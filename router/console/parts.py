@@ -38,7 +38,7 @@ class Requests(Protocol):
     def counters(self) -> Counters: ...
 
     @property
-    def queue_estimate(self) -> session_pb2.QueueEstimate: ...
+    def queue_estimates(self) -> Mapping[str, session_pb2.QueueEstimate]: ...
 
     def ledger_status(self) -> inference_pb2.LedgerStatus: ...
 
@@ -109,12 +109,12 @@ class Measured(Protocol):
 class Identity:
     """Identity of a router, and its features.
 
-    ``has_chaos``: faults can be injected. ``has_access``: callers need API keys. ``has_template``:
-    the model has a chat template.
+    ``models`` are the names of all models, the main one first, and ``chats`` those that have a chat
+    template. ``has_chaos``: faults can be injected. ``has_access``: callers need API keys.
     """
 
     router_id: str
-    model: str
+    models: Sequence[str]
     has_chaos: bool
     has_access: bool
-    has_template: bool
+    chats: Sequence[str]

@@ -1,7 +1,8 @@
-"""Decisions of the autoscaler, for the page. Pure."""
+"""Decisions of the autoscalers, for the page. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from router.ledger.base import ScalingReport
@@ -14,16 +15,19 @@ _FORGOTTEN_S = 3600.0
 _LATE_S = 10.0
 
 
-def described(report: ScalingReport | None, now: float) -> Json | None:
-    """Return the autoscaler's report as JSON; None if there is none from the last hour.
+def described(reports: Iterable[ScalingReport], now: float) -> list[Json]:
+    """Return the autoscalers' reports as JSON, without those that are older than an hour.
 
-    A cluster without an autoscaler has no report. ``now`` and the times of changes in the result
-    are in seconds on the same clock.
+    A model with a fixed number of workers has no report. ``now`` and the times of changes in the
+    result are in seconds on the same clock.
     """
-    if report is None or report.age_s > _FORGOTTEN_S:
-        return None
+    return [_described(report, now) for report in reports if report.age_s <= _FORGOTTEN_S]
+
+
+def _described(report: ScalingReport, now: float) -> Json:
     scaling, reported_at = report.scaling, now - report.age_s
     return {
+        "model": scaling.model,
         "late_s": round(report.age_s) if report.age_s > _LATE_S else None,
         "workers": scaling.workers,
         "max_workers": scaling.max_workers,

@@ -75,8 +75,8 @@ class Snapshot:
         self._heartbeat = heartbeat
         self._runtime_policy = runtime_policy
         self.load: LoadReport | None = None
-        #: autoscaler's report, as scaling.described returns it
-        self.scaling: Json | None = None
+        #: reports of the models' autoscalers, as scaling.described returns them
+        self.scaling: list[Json] = []
         self.events = EventLog()
         self.history = History()
         self._rates = Rates()
@@ -197,6 +197,7 @@ class Snapshot:
             "wait_s": round(load.wait_s, 2) if load.HasField("wait_s") else None,
             "worker_rate": round(load.worker_rate),
             "classes": self._classes(load),
+            "models": [_model(name, load.models[name]) for name in sorted(load.models)],
         }
 
     def _classes(self, load: session_pb2.ClusterLoad) -> list[Json]:
@@ -211,8 +212,14 @@ class Snapshot:
         ]
 
     def _waits(self) -> dict[int, float]:
-        waits = self._requests.queue_estimate.waits
-        return {each.priority: round(each.wait_s, 2) for each in waits if each.wait_s}
+        """Return the estimated wait of each class in seconds, the longest of all models."""
+        longest: dict[int, float] = {}
+        for estimate in self._requests.queue_estimates.values():
+            for each in estimate.waits:
+                if each.wait_s:
+                    wait_s = round(each.wait_s, 2)
+                    longest[each.priority] = max(wait_s, longest.get(each.priority, 0.0))
+        return longest
 
     def tenants(self, tenant: str | None) -> list[Json]:
         """Return the number of queued requests for each tenant and priority class, as JSON.
@@ -290,4 +297,14 @@ def _ledger(status: inference_pb2.LedgerStatus) -> Json:
         "memory_used": round(status.memory_used, 3) if status.HasField("memory_used") else None,
         "away": status.away,
         "rollbacks": status.rollbacks,
+    }
+
+
+def _model(name: str, load: session_pb2.ClusterLoad) -> Json:
+    return {
+        "model": name,
+        "workers": load.workers,
+        "queued": load.queued,
+        "running": load.running,
+        "wait_s": round(load.wait_s, 2) if load.HasField("wait_s") else None,
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from copy import copy
 from typing import Protocol
 
 import grpc
@@ -60,7 +61,7 @@ class Gateway(Protocol):
         ...
 
     def on_queue_estimate(self, queue_estimate: session_pb2.QueueEstimate) -> None:
-        """Replace the estimated waits, by which the router rejects new requests early."""
+        """Replace a model's estimated waits, by which the router rejects new requests early."""
         ...
 
     def schedule_adoption(self, request_id: str) -> None: ...
@@ -84,9 +85,10 @@ class LeaderClient:
         self._served = ServedOutputs()
         self._is_served_due = False
         self._starts: list[session_pb2.WorkerStart] = []
-        self._demand = session_pb2.WorkerDemand()
+        #: by model: the workers that this cluster wants
+        self._demands: dict[str, session_pb2.WorkerDemand] = {}
         self._is_demand_due = False
-        self._tpot_ratios: list[float] = []
+        self._tpot_ratios: list[session_pb2.TpotRatio] = []
         self._session_outputs: list[session_pb2.SessionOutput] = []
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -157,13 +159,13 @@ class LeaderClient:
             self._sender.report_running(running)
             self._changed.set()
 
-    def report_served(self, request_id: str, priority: int, tokens: int) -> None:
+    def report_served(self, request_id: str, model: str, priority: int, tokens: int) -> None:
         """Count new output tokens of a request, to be sent with the next message to the leader.
 
         ``priority`` is the request's class. Tokens of a request without a tenant are ignored.
         """
         if tenant := tenant_of(request_id):
-            self._served.add(tenant, priority, tokens)
+            self._served.add(model, tenant, priority, tokens)
 
     def flush_served(self) -> None:
         """Send the output tokens that ``report_served`` has counted to the leader now, if any."""
@@ -171,22 +173,22 @@ class LeaderClient:
             self._is_served_due = True
             self._changed.set()
 
-    def report_finished(self, tpot_ratio: float) -> None:
+    def report_finished(self, model: str, tpot_ratio: float) -> None:
         """Report how well the time per output token of a finished request was predicted.
 
         ``tpot_ratio`` is the measured time divided by the predicted one. It is ignored if there is
         no stream.
         """
         if self._sender is not None:
-            self._tpot_ratios.append(tpot_ratio)
+            self._tpot_ratios.append(session_pb2.TpotRatio(model=model, ratio=tpot_ratio))
 
-    def report_session_output(self, session: int, tokens: int) -> None:
+    def report_session_output(self, model: str, session: int, tokens: int) -> None:
         """Report the number of output tokens of a request that has ended, and its session.
 
         The report is ignored if there is no stream.
         """
         if self._sender is not None:
-            output = session_pb2.SessionOutput(session=session, tokens=tokens)
+            output = session_pb2.SessionOutput(model=model, session=session, tokens=tokens)
             self._session_outputs.append(output)
             self._changed.set()
 
@@ -200,12 +202,12 @@ class LeaderClient:
             self._changed.set()
 
     def report_demand(self, demand: session_pb2.WorkerDemand) -> None:
-        """Set the number of workers that this cluster is to have, and why some are missing.
+        """Set how many workers of a model this cluster is to have, and why some are missing.
 
         This is sent to the present leader and to later ones.
         """
-        if demand != self._demand:
-            self._demand.CopyFrom(demand)
+        if demand != self._demands.get(demand.model):
+            self._demands[demand.model] = copy(demand)
             self._is_demand_due = True
             self._changed.set()
 
@@ -219,13 +221,13 @@ class LeaderClient:
             self._sender.report_generation(generation)
             self._changed.set()
 
-    def cached_tokens(self, chunks: Sequence[int], num_tokens: int) -> int:
-        """Return how many of the first ``num_tokens`` tokens some worker has in its prefix cache.
+    def cached_tokens(self, model: str, chunks: Sequence[int], num_tokens: int) -> int:
+        """Return how many of the first ``num_tokens`` tokens a worker has in its prefix cache.
 
-        ``chunks`` are the ids of the chunks of these tokens. The last token never counts, because
-        it is always computed.
+        ``chunks`` are the ids of the chunks of these tokens. Only workers of ``model`` count. The
+        last token never counts, because it is always computed.
         """
-        return self._local.cached_tokens(chunks, num_tokens)
+        return self._local.cached_tokens(model, chunks, num_tokens)
 
     # connection
 
@@ -319,7 +321,7 @@ class LeaderClient:
         self._tpot_ratios.clear()
         self._is_served_due = False
         if self._is_demand_due:
-            message.demand.CopyFrom(self._demand)
+            message.demands.extend(self._demands.values())
             self._is_demand_due = False
         return message
 
@@ -354,7 +356,7 @@ class LeaderClient:
             self._gateway.refused(refusal)
         for withdrawn in message.withdrawn:
             self._gateway.withdrawn(withdrawn)
-        for queue_estimate in message.queue_estimates[-1:]:
+        for queue_estimate in message.queue_estimates:
             self._gateway.on_queue_estimate(queue_estimate)
         for request_id in message.adopt:
             self._gateway.schedule_adoption(request_id)

@@ -2,11 +2,11 @@
 
 Every router replica runs this loop; only the one that holds the leader's lease acts. The queue is
 in memory while a replica leads (``LeaderState``). Live routers report their queued requests to a
-new leader, and it finds the requests of dead routers in the ledger. In names, "gateway" stands for
-a router that is connected to the leader.
+new leader, and it finds the requests of dead routers in the ledger. Each model has a queue of its
+own. In names, "gateway" stands for a router that is connected to the leader.
 
     routers' streams --receive--> LeaderState --place--> ledger.dispatch --> Dispatched, to routers
-    workers' frames  --report---> Placement   --moves-->                     move, to routers
+    workers' frames  --report---> Placements  --moves-->                     move, to routers
     its own router   --reserve--> LeaderState --> ledger.open with a dispatch, if the queue is empty
 
 The leader dispatches and moves no requests while routers send state to the ledger again that the
@@ -28,6 +28,7 @@ from collections.abc import (
 )
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from everlift import logs
@@ -35,11 +36,12 @@ from everlift.errors import LedgerUnavailable
 from everlift.v1 import inference_pb2, session_pb2
 from router.admission.fair_share import FairShare
 from router.admission.handover import DISPATCHES_AT_ONCE, MOVES_S, TICK_S
+from router.admission.leader_state import LeaderState
 from router.admission.load_shedding import Refusal
-from router.admission.placement import Placement
+from router.admission.model_queue import Placed
+from router.admission.placements import Placements
 from router.admission.policy import Rules
 from router.admission.request import Waiting
-from router.admission.scheduler import LeaderState, Placed, cluster_load
 from router.admission.workers import Capacity, Load, WorkerView
 from router.config import RouterConfig
 from router.event_loop import now
@@ -120,7 +122,7 @@ class Leader:
         self._ledger = ledger
         self._lease = Lease(config, router_id, address, ledger, self._start_term, self._end_term)
         self.rules = Rules.of(config)
-        self._placement = Placement(config)
+        self._placements = Placements(config)
         self._leader_state: LeaderState | None = None
         self._server = LeaderServer(self)
         self._sweep = Sweep(config, ledger, self._assignees, self._send, self._server.redirect)
@@ -132,8 +134,9 @@ class Leader:
         #: time from which the next moves of preempted requests may be made
         self._move_after = 0.0
         self._is_reporting = False
-        #: settings of the autoscaler, by name; the autoscaler reads them with the load report
-        self.autoscale: Mapping[str, float] = {}
+        #: settings of each model's autoscaler, by name, that of the main model first; the
+        #: autoscalers read them with the load report
+        self.autoscale: Mapping[str, Mapping[str, float]] = {}
         #: number of times that this replica became the leader
         self.num_terms = 0
         #: number of workers that were lost without a drain while this replica led
@@ -164,18 +167,18 @@ class Leader:
     @property
     def views(self) -> Mapping[str, WorkerView]:
         """Views of the workers that are connected, by worker id."""
-        return self._placement.workers
+        return self._placements.workers
 
-    def cached_tokens(self, chunks: Sequence[int], num_tokens: int) -> int:
-        """Return how many of the first ``num_tokens`` tokens some worker has in its prefix cache.
+    def cached_tokens(self, model: str, chunks: Sequence[int], num_tokens: int) -> int:
+        """Return how many of the first ``num_tokens`` tokens a worker has in its prefix cache.
 
-        ``chunks`` are the ids of the chunks of these tokens.
+        ``chunks`` are the ids of the chunks of these tokens. Only workers of ``model`` count.
         """
-        return self._placement.most_cached(chunks, num_tokens)
+        return self._placements[model].most_cached(chunks, num_tokens)
 
     def view(self, worker_id: str) -> WorkerView | None:
         """Return the view of a worker; None if it is not connected."""
-        return self.views.get(worker_id)
+        return self._placements.view(worker_id)
 
     async def run(self) -> None:
         """Compete for the lease, dispatch and sweep until cancelled; then release the lease."""
@@ -216,21 +219,19 @@ class Leader:
         self._leader_state = LeaderState(
             self._config,
             self.rules,
-            self._placement,
+            self._placements,
             self._occupants,
             self._generation,
             now(),
-            self._fair_share(),
+            None if self._weight_of is None else partial(self._fair_share, self._weight_of),
         )
         self._sweep.pause()
         self._term_started.set()
         self.changed.set()
 
-    def _fair_share(self) -> FairShare | None:
-        if self._weight_of is None:
-            return None
+    def _fair_share(self, weight_of: Callable[[str], float]) -> FairShare:
         config = self._config
-        return FairShare(config.prompt_token_weight, config.output_token_weight, self._weight_of)
+        return FairShare(config.prompt_token_weight, config.output_token_weight, weight_of)
 
     def _end_term(self) -> None:
         self._leader_state = None
@@ -261,7 +262,7 @@ class Leader:
         A background task then applies them to the requests that are queued already.
         """
         self.rules = rules
-        self._placement.tpot_target = rules.tpot_target
+        self._placements.set_tpot_target(rules.tpot_target)
         self._rules_changed.set()
 
     async def _apply_rules_loop(self) -> None:
@@ -363,20 +364,23 @@ class Leader:
     # messages from workers
 
     def worker_up(self, info: session_pb2.WorkerInfo) -> None:
-        self._placement.join(info.worker_id, Capacity.from_proto(info))
+        self._placements.join(info.worker_id, info.model, Capacity.from_proto(info))
         self._wake.set()
 
     def worker_lost(self, worker_id: str) -> None:
         view = self.view(worker_id)
         self.num_losses += self.is_leading and view is not None and not view.load.draining
-        self._placement.remove_worker(worker_id)
+        self._placements.remove_worker(worker_id)
         self._slots.pop(worker_id, None)
         self._wake.set()
 
     def worker_frame(self, worker_id: str, frame: session_pb2.WorkerFrame) -> None:
+        placement = self._placements.of_worker(worker_id)
+        if placement is None:
+            return
         for epoch in frame.accepted_epochs:
-            self._placement.acknowledge(worker_id, epoch)
-        index = self._placement.index
+            placement.acknowledge(worker_id, epoch)
+        index = placement.index
         if frame.stored_chunks or frame.evicted_chunks:
             index.update(worker_id, frame.stored_chunks, frame.evicted_chunks)
         if frame.stored_host_chunks or frame.evicted_host_chunks:
@@ -386,7 +390,7 @@ class Leader:
         if frame.HasField("loaded_adapters"):
             self._placement.report_adapters(worker_id, frame.loaded_adapters)
         if frame.HasField("state"):
-            self._placement.report(worker_id, Load.from_proto(frame.state), now())
+            placement.report(worker_id, Load.from_proto(frame.state), now())
             if frame.state.running or not frame.state.num_running:
                 self._slots[worker_id] = frame.state.running
             if self._leader_state is not None and self._leader_state.has_work:
@@ -472,7 +476,7 @@ class Leader:
         try:
             entry = await self._ledger_dispatch(placed, term)
         except NotQueued:
-            self._placement.cancel(placed.worker_id, placed.epoch)
+            self._placements[placed.waiting.model].cancel(placed.worker_id, placed.epoch)
             self._send_stale(placed.waiting)
             return
         except StaleTerm:
@@ -545,7 +549,7 @@ class Leader:
         """Periodically expire reservations, send queue estimates to routers, and store the load."""
         while True:
             await asyncio.sleep(TICK_S)
-            self._placement.expire(now())
+            self._placements.expire(now())
             if self._leader_state is not None:
                 self._leader_state.update_estimates(now())
                 self._leader_state.prune(now())
@@ -557,9 +561,8 @@ class Leader:
 
     def _send_queue_estimates(self) -> None:
         gateways = self._server.gateways
-        queue_estimates = (
-            [self._leader_state.queue_estimate()] if self._leader_state is not None else []
-        )
+        leader_state = self._leader_state
+        queue_estimates = leader_state.queue_estimates() if leader_state is not None else []
         for gateway in gateways:
             self._send(gateway, session_pb2.LeaderMessage(queue_estimates=queue_estimates))
 
@@ -568,26 +571,25 @@ class Leader:
         return self._load(self._leader_state) if self._leader_state is not None else None
 
     def _load(self, leader_state: LeaderState) -> session_pb2.ClusterLoad:
-        workers, moment = self._placement.workers.values(), now()
-        ledger_now = moment + self._ledger_offset_s
-        load = cluster_load(self._lease.term, leader_state, workers, moment, ledger_now)
-        load.autoscale.update(self.autoscale)
-        load.starting_workers = leader_state.starts.count(moment)
-        load.starting_s = leader_state.starts.longest_s(moment)
-        demand = leader_state.demands.total(moment)
-        if demand.workers is not None:
-            load.wanted_workers = demand.workers
-        load.unplaced_workers, load.unplaced_cause = demand.unplaced, demand.cause
+        moment = now()
+        load = leader_state.load(self._lease.term, moment, moment + self._ledger_offset_s)
+        for number, (model, settings) in enumerate(self.autoscale.items()):
+            load.models[model].autoscale.update(settings)
+            if number == 0:
+                load.autoscale.update(settings)
         return load
 
     async def _restore_counters(self, leader_state: LeaderState) -> None:
         if not leader_state.has_restored_counters:
             report = await self._ledger.load()
-            leader_state.restore_counters(report.load.services if report is not None else ())
+            leader_state.restore_counters(
+                report.load if report is not None else session_pb2.ClusterLoad()
+            )
 
     async def _read_scaling(self, leader_state: LeaderState) -> None:
-        if leader_state.demands.is_scaled and (report := await self._ledger.scaling()) is not None:
-            leader_state.demands.scale(report.scaling, now() - report.age_s)
+        if leader_state.is_scaled:
+            for report in await self._ledger.scaling():
+                leader_state.scale(report.scaling, now() - report.age_s)
 
     async def _report(self, leader_state: LeaderState) -> None:
         try:

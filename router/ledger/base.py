@@ -132,7 +132,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class ScalingReport:
-    """Decisions that the autoscaler last reported, and the age of the report in seconds."""
+    """Decisions that a model's autoscaler last reported, and the age of the report in seconds."""
 
     scaling: session_pb2.Scaling
     age_s: float
@@ -465,8 +465,8 @@ class Ledger(Protocol):
 
     async def workers(self) -> list[session_pb2.WorkerInfo]: ...
 
-    async def last_worker(self) -> session_pb2.WorkerInfo | None:
-        """Return the worker that was added last, even if it is gone; None if there was none."""
+    async def last_workers(self) -> list[session_pb2.WorkerInfo]:
+        """Return the worker of each model that was added last, even if it is gone."""
         ...
 
     # load
@@ -508,13 +508,13 @@ class Ledger(Protocol):
         ...
 
     async def put_scaling(self, scaling: session_pb2.Scaling) -> None:
-        """Store the decisions of the autoscaler, which the leader and the console read."""
+        """Store the decisions of a model's autoscaler, which the leader and the console read."""
         ...
 
-    async def scaling(self) -> ScalingReport | None:
-        """Return the last stored decisions of the autoscaler, and their age.
+    async def scaling(self) -> list[ScalingReport]:
+        """Return the last stored decisions of each model's autoscaler, and their ages.
 
-        Returns None if there are none.
+        They are sorted by model.
         """
         ...
 

@@ -60,8 +60,9 @@ _WITHDRAWAL_S = 0.1
 class Workers(Protocol):
     """Connections of this router to the workers."""
 
-    @property
-    def is_any_up(self) -> bool: ...
+    def is_any_up(self, model: str) -> bool:
+        """Return whether a worker of the model is connected."""
+        ...
 
     def start(self, worker_id: str, starts: Sequence[session_pb2.Start]) -> bool:
         """Send Start messages to a worker; return False if there is no stream to it."""
@@ -122,7 +123,7 @@ class AttemptRunner:
             Withdraw: lambda it: leader_client.withdraw(it.request_id),
             ReportRunning: lambda it: self._report_running(it.live),
             ReportServed: self._report_served,
-            ReportFinished: lambda it: leader_client.report_finished(it.tpot_ratio),
+            ReportFinished: lambda it: leader_client.report_finished(*it),
             ReportSessionOutput: lambda it: self._report_session_output(it.live),
             Write: lambda it: self.writer.write(*it),
             WriteUnstored: lambda it: self.writer.write_unstored(it.live),
@@ -179,7 +180,8 @@ class AttemptRunner:
     def waiting(self, live: LiveRequest) -> session_pb2.Waiting:
         is_suspect = live.losses.is_suspect(live.num_tokens, self._config)
         chunks = [chunk_id(it) for it in self._chunk_hashes(live)]
-        cached = self._leader_client.cached_tokens(chunks, live.known_tokens)
+        model = live.request.model
+        cached = self._leader_client.cached_tokens(model, chunks, live.known_tokens)
         return messages.waiting(live, self._moves_left(live), is_suspect, chunks, cached)
 
     def running(self) -> list[session_pb2.Running]:
@@ -193,12 +195,13 @@ class AttemptRunner:
         return max(0, self._config.max_moves - live.num_moved)
 
     def _report_served(self, effect: ReportServed) -> None:
-        live = effect.live
-        self._leader_client.report_served(live.request_id, live.priority, effect.tokens)
+        live, model = effect.live, effect.live.request.model
+        self._leader_client.report_served(live.request_id, model, live.priority, effect.tokens)
 
     def _report_session_output(self, live: LiveRequest) -> None:
         if live.num_tokens and (session := live.request.session):
-            self._leader_client.report_session_output(session, live.num_tokens)
+            model = live.request.model
+            self._leader_client.report_session_output(model, session, live.num_tokens)
 
     # the leader's events
 
@@ -312,12 +315,13 @@ class AttemptRunner:
         for epoch, indices in choices.items():
             self._apply(self._attempts.on_incomplete(worker_id, epoch, indices))
 
-    def worker_up(self) -> None:
-        self._worker_wait.worker_up(self._registry)
+    def worker_up(self, model: str) -> None:
+        self._worker_wait.worker_up(model, self._registry)
 
     def worker_lost(self, worker_id: str) -> None:
-        if not self._workers.is_any_up:
-            self._worker_wait.last_worker_lost(self._registry)
+        for model in self._worker_wait.models_with_workers:
+            if not self._workers.is_any_up(model):
+                self._worker_wait.last_worker_lost(model, self._registry)
         self._apply(self._attempts.on_worker_lost(worker_id, now()))
 
     def note_newcomers(self, live: LiveRequest) -> None:

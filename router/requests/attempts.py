@@ -178,11 +178,12 @@ class ReportServed(NamedTuple):
 
 
 class ReportFinished(NamedTuple):
-    """Effect: report to the leader that a request has generated its last token.
+    """Effect: report to the leader that a request of ``model`` has generated its last token.
 
     ``tpot_ratio`` is the ratio of the measured to the predicted time per output token.
     """
 
+    model: str
     tpot_ratio: float
 
 
@@ -475,7 +476,8 @@ class Attempts:
         self._end_attempt(live, FINISHED, now)
         live.phase = Phase.FINISHING
         tpot_ratio = live.report_tpot_ratio(now)
-        finished = [] if tpot_ratio is None else [ReportFinished(tpot_ratio)]
+        model = live.request.model
+        finished = [] if tpot_ratio is None else [ReportFinished(model, tpot_ratio)]
         return [*finished, ReportSessionOutput(live), Withdraw(live.request_id)]
 
     def _on_choice_failed(

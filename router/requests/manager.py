@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from random import Random
@@ -52,13 +52,13 @@ from router.requests.observer import NO_OBSERVER, Observer
 from router.requests.recovery import Resync, Takeover, restored_request
 from router.requests.registry import RecentRequests, RequestRegistry
 from router.requests.request import LiveRequest, Phase
+from router.requests.served_models import ServedModels
 from router.requests.session_turns import SessionTurns
 from router.requests.stream import ChoiceReader, LiveSource
 from router.requests.submission import Submissions
 from router.requests.tasks import TaskGroup
 from router.requests.timeouts import Timeouts
 from router.requests.timing import Journal
-from router.requests.tokenizer import ServedModel
 from router.requests.tracer import NO_TRACES, Tracer
 from router.requests.turns import Turns
 
@@ -73,7 +73,7 @@ class Requests:
         config: RouterConfig,
         router_id: str,
         ledger: Ledger,
-        model: ServedModel,
+        models: ServedModels,
         workers: Workers,
         leader_client: LeaderClient,
         ledger_config: LedgerConfig = DEFAULTS,
@@ -88,23 +88,28 @@ class Requests:
         """
         self._config = config
         self._ledger = ledger
-        self._model = model
+        self._models = models
         self._leader_client = leader_client
         self._early_rejection = EarlyRejection(config, Random())
-        self._estimated_wait = EstimatedWait()
+        #: by model
+        self._estimated_waits = {model.name: EstimatedWait() for model in models}
         self._ledger_health = LedgerHealth(ledger_config.memory_limit)
-        self.predictor = Predictor(model.tokenizer, model.name, config.predictor_min_tau)
+        #: predictors of output lengths, by model
+        self.predictors = {
+            model.name: Predictor(model.tokenizer, model.name, config.predictor_min_tau)
+            for model in models
+        }
         self.quotas = Quotas(ledger, limits_of)
         self._deliveries = Deliveries(ledger)
         self._tasks = TaskGroup(self._fail)
         self._recent = RecentRequests(config.reassert)
         self._turns = Turns(ledger_config.retention)
-        self.session_turns = SessionTurns(self._turns, ledger, model)
+        self.session_turns = SessionTurns(self._turns, ledger, models)
         self._registry = RequestRegistry(
             router_id,
             self._recent,
             self.quotas,
-            self.predictor,
+            self.predictors,
             self._turns,
             self._tasks,
             observer,
@@ -123,19 +128,19 @@ class Requests:
         )
         self._timeouts = Timeouts(config.grace, self.attempts.end)
         self._takeover = Takeover(
-            self._registry, self._ledger_client, self._tasks, model, self.attempts, self._timeouts
+            self._registry, self._ledger_client, self._tasks, models, self.attempts, self._timeouts
         )
         self._resync = Resync(self._registry, self._ledger_client, self.attempts.reconcile)
         self._submissions = Submissions(
             self._registry,
             self._ledger_client,
             self._ledger_health,
-            model,
+            models,
             leader_client,
             self.attempts,
             self._timeouts,
             self._early_rejection,
-            self._estimated_wait,
+            self._estimated_waits,
             self._takeover.attach,
             self.schedule_adoption,
         )
@@ -150,9 +155,9 @@ class Requests:
 
     @property
     def accepts_requests(self) -> bool:
-        """Return whether this router, its model and the ledger accept new requests."""
+        """Return whether this router, its cluster and the ledger accept new requests."""
         return (
-            self._model.is_active and not self._registry.is_closing and self._ledger_health.is_fit
+            self._models.is_active and not self._registry.is_closing and self._ledger_health.is_fit
         )
 
     def ledger_time(self) -> float:
@@ -195,9 +200,12 @@ class Requests:
         if not opening.cancelled() and opening.exception() is None:
             self._on_reader_left(opening.result())
 
-    def count_rejected(self, error: EverliftError) -> None:
-        """Count a submission that was rejected with ``error`` in the metrics."""
-        self._registry.observer.refused(error.slug)
+    def count_rejected(self, error: EverliftError, model: str = "") -> None:
+        """Count a submission that was rejected with ``error`` in the metrics.
+
+        ``model`` is the name of its model; empty if it names none that is known.
+        """
+        self._registry.observer.refused(model, error.slug)
 
     async def attach(self, request_id: str) -> LiveRequest:
         """Return an unfinished or ended request; take it over if it is unfinished and ownerless.
@@ -322,7 +330,9 @@ class Requests:
 
         Raises UnknownRequest and LedgerUnavailable.
         """
-        return await restored_request(await self._ledger.read(request_id), self._model.tokenizer)
+        stored = await self._ledger.read(request_id)
+        model = self._models.find(stored.request) or self._models.first
+        return await restored_request(stored, model.tokenizer)
 
     async def prompt_ids(self, request_id: str) -> tuple[int, ...]:
         """Return the token ids of a request's prompt, whichever router owns the request.
@@ -346,7 +356,7 @@ class Requests:
             self.attempts.note_newcomers(live)
             explanation = live.explanation(now())
             if explanation.state == pb.REQUEST_STATE_QUEUED:
-                explanation.missing_workers = await self.missing_workers()
+                explanation.missing_workers = await self.missing_workers(live.request.model)
             return explanation
         entry = await self._ledger.get(request_id)
         if (read := self._deliveries.in_delivery(entry)) is not None:
@@ -355,13 +365,13 @@ class Requests:
             await self._ledger_client.check_ownerless(entry.gateway)
         return stored_explanation(*await self.get(request_id))
 
-    async def missing_workers(self) -> str:
-        """Return a text that says why workers that the autoscaler wants are not ready.
+    async def missing_workers(self, model: str | None = None) -> str:
+        """Return a text that says why wanted workers of ``model``, or of any, are not ready.
 
         The text is empty if no worker is missing, or if the ledger does not answer.
         """
         try:
-            return missing_workers(await self._ledger.load())
+            return missing_workers(await self._ledger.load(), model)
         except LedgerUnavailable:
             return ""
 
@@ -424,11 +434,10 @@ class Requests:
         live = self._registry.get(message.request_id)
         if live is not None and live.phase is Phase.WAITING:
             try:
-                live.request = self._model.with_fingerprint(
-                    live.request, has_output=live.num_tokens > 0
-                )
+                model = self._models.of(live.request)
+                live.request = model.with_fingerprint(live.request, has_output=live.num_tokens > 0)
                 if not live.num_tokens:
-                    self._model.check_worker(live.request, message.worker_id)
+                    model.check_worker(live.request, message.worker_id)
             except (UnknownModel, ContextLengthExceeded) as error:
                 live.phase = Phase.ENDING
                 self.attempts.end(live, State.FAILED, error)
@@ -445,28 +454,35 @@ class Requests:
         self.attempts.stale(request_id)
 
     @property
-    def queue_estimate(self) -> session_pb2.QueueEstimate:
-        """Return the leader's latest estimate of the queue."""
-        return self._early_rejection.queue_estimate
+    def queue_estimates(self) -> Mapping[str, session_pb2.QueueEstimate]:
+        """Return the leader's latest estimate of the queue of each model."""
+        return self._early_rejection.queue_estimates
 
     def on_queue_estimate(self, queue_estimate: session_pb2.QueueEstimate) -> None:
-        self._early_rejection.queue_estimate = queue_estimate
-        self._estimated_wait.on_estimate(queue_estimate)
+        model = queue_estimate.model
+        self._early_rejection.queue_estimates[model] = queue_estimate
+        if (estimated := self._estimated_waits.get(model)) is not None:
+            estimated.on_estimate(queue_estimate)
 
     def refused(self, refusal: session_pb2.Refusal) -> None:
         """Discard a request that the leader rejected, and end it for its clients."""
         live = self._registry.get(refusal.request_id)
         if live is not None and live.phase is Phase.WAITING:
             live.phase = Phase.ENDING
-            self._tasks.spawn_for(live, self._discard(live, self._error_of(refusal)))
+            self._tasks.spawn_for(live, self._discard(live, self._error_of(live, refusal)))
 
     def withdrawn(self, message: session_pb2.Withdrawn) -> None:
         self.attempts.withdrawn(message)
 
-    def _error_of(self, refusal: session_pb2.Refusal) -> EverliftError:
+    def _error_of(self, live: LiveRequest, refusal: session_pb2.Refusal) -> EverliftError:
         retry_after_s = refusal.retry_after_s if refusal.HasField("retry_after_s") else None
         return self._early_rejection.refuse(
-            refusal.request_id, refusal.slug, retry_after_s, now(), refusal.least_tokens
+            refusal.request_id,
+            live.request.model,
+            refusal.slug,
+            retry_after_s,
+            now(),
+            refusal.least_tokens,
         )
 
     async def _discard(self, live: LiveRequest, refusal: EverliftError) -> None:

@@ -116,6 +116,7 @@ def waiting(
         session=request.session,
         adapter=request.adapter,
         adapter_digest=request.adapter_digest,
+        model=request.model,
         **live.prediction.queue_key._asdict(),
     )
 
@@ -150,6 +151,7 @@ def arriving(
         cached_tokens=prediction.cached_tokens,
         session=request.session,
         adapter=request.adapter,
+        model=request.model,
         **prediction.queue_key._asdict(),
     )
 
@@ -167,6 +169,7 @@ def running(live: LiveRequest, moves_left: int) -> session_pb2.Running:
         choices=len(live.unfinished),
         due=_finite_or_zero(live.due),
         adapter=live.request.adapter,
+        model=live.request.model,
         **live.prediction.queue_key._asdict(),
     )
 

@@ -9,7 +9,7 @@ from everlift.messages import FinishReason
 
 
 class ClassObserver(Protocol):
-    """Observer of the requests of one priority class.
+    """Observer of the requests of one priority class of a model.
 
     Durations are in seconds. The methods must return quickly, because the event loop calls them for
     every piece of output. The observer belongs to one router: after a takeover, the first dispatch
@@ -70,13 +70,13 @@ class ClassObserver(Protocol):
 class Observer(Protocol):
     """Observer of all requests of a router.
 
-    ``of_class`` returns the observer of the requests of one priority class.
+    ``of_class`` returns the observer of the requests of one priority class of a model.
     """
 
-    def of_class(self, priority: int) -> ClassObserver: ...
+    def of_class(self, model: str, priority: int) -> ClassObserver: ...
 
-    def refused(self, slug: str) -> None:
-        """Count a request that was rejected with the error ``slug``."""
+    def refused(self, model: str, slug: str) -> None:
+        """Count a request that was rejected with the error ``slug``; ``model`` may be empty."""
         ...
 
 
@@ -107,10 +107,10 @@ class _NoObserver:
 
     def failed(self, slug: str) -> None: ...
 
-    def of_class(self, priority: int) -> ClassObserver:
+    def of_class(self, model: str, priority: int) -> ClassObserver:
         return self
 
-    def refused(self, slug: str) -> None: ...
+    def refused(self, model: str, slug: str) -> None: ...
 
 
 #: Observer of a router without metrics.

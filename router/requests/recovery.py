@@ -19,9 +19,9 @@ from router.requests.explanation import resumed_journal
 from router.requests.ledger_client import LedgerClient
 from router.requests.registry import RequestRegistry
 from router.requests.request import LiveRequest, Output, Phase
+from router.requests.served_models import ServedModels
 from router.requests.tasks import TaskGroup
 from router.requests.timeouts import Timeouts
-from router.requests.tokenizer import ServedModel
 
 log = logs.get_logger(__name__)
 
@@ -151,14 +151,14 @@ class Takeover:
         registry: RequestRegistry,
         ledger: LedgerClient,
         tasks: TaskGroup,
-        model: ServedModel,
+        models: ServedModels,
         attempts: AttemptRunner,
         timeouts: Timeouts,
     ) -> None:
         self._registry = registry
         self._ledger = ledger
         self._tasks = tasks
-        self._model = model
+        self._models = models
         self._attempts = attempts
         self._timeouts = timeouts
         self._semaphore = asyncio.Semaphore(_MAX_CONCURRENT_TAKEOVERS)
@@ -223,12 +223,13 @@ class Takeover:
 
     async def _continue(self, stored: Stored) -> LiveRequest:
         try:
-            self._model.with_fingerprint(stored.request, has_output=any(stored.entry.num_tokens))
+            model = self._models.of(stored.request)
+            model.with_fingerprint(stored.request, has_output=any(stored.entry.num_tokens))
         except UnknownModel as error:
             return await self._fail(stored, error)
         entry = stored.entry
         log.info("request taken over", request_id=entry.request_id, tokens=sum(entry.num_tokens))
-        live = await restored_request(stored, self._model.tokenizer)
+        live = await restored_request(stored, model.tokenizer)
         live.accepted = True
         self._registry.add(live)
         self._attempts.enqueue(live)
@@ -252,10 +253,11 @@ class Takeover:
 
     async def _restore_ended(self, stored: Stored) -> LiveRequest:
         # Another model's tokenizer would decode the tokens to another text.
-        self._model.check_name(stored.request)
+        self._models.of(stored.request)
         return await self._restore_closed(stored)
 
     async def _restore_closed(self, stored: Stored) -> LiveRequest:
-        live = await restored_request(stored, self._model.tokenizer)
+        model = self._models.find(stored.request) or self._models.first
+        live = await restored_request(stored, model.tokenizer)
         self._registry.close(live, stored.entry)
         return live

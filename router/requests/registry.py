@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 
 from everlift import logs
@@ -126,8 +126,14 @@ class Counters:
     """Totals of requests, preemptions and tokens since this router started."""
 
     def __init__(self) -> None:
-        self.completed = self.failed = self.output_tokens = 0
+        self.completed = self.failed = 0
         self.migrated = self.preempted = self.moved = self.recomputed_tokens = 0
+        #: output tokens that the ledger has stored, by model
+        self.output_by_model: Counter[str] = Counter()
+
+    @property
+    def output_tokens(self) -> int:
+        return self.output_by_model.total()
 
 
 class RequestRegistry:
@@ -141,7 +147,7 @@ class RequestRegistry:
         router_id: str,
         recent: RecentRequests,
         quotas: Quotas,
-        predictor: Predictor,
+        predictors: Mapping[str, Predictor],
         turns: Turns,
         tasks: TaskGroup,
         observer: Observer = NO_OBSERVER,
@@ -150,7 +156,7 @@ class RequestRegistry:
         self.router_id = router_id
         self.recent = recent
         self.quotas = quotas
-        self.predictor = predictor
+        self.predictors = predictors
         self.turns = turns
         self.observer = observer
         self.tracer = tracer
@@ -192,12 +198,15 @@ class RequestRegistry:
 
     def add(self, live: LiveRequest, prediction: Prediction | None = None) -> None:
         """Add a request, which this router then owns; make a prediction if it is None."""
-        live.prediction = prediction or self.predictor.predict(live.request, live.arrived)
-        live.observe(self.observer.of_class(live.priority))
+        live.prediction = prediction or self._predictor(live).predict(live.request, live.arrived)
+        live.observe(self.observer.of_class(live.request.model, live.priority))
         self.recent.discard(live.request_id)
         self.quotas.start_renewal(live.request_id)
         self._live[live.request_id] = live
         self.num_image_bytes += live.request.num_image_bytes
+
+    def _predictor(self, live: LiveRequest) -> Predictor:
+        return self.predictors[live.request.model]
 
     def release(self, live: LiveRequest) -> None:
         """Stop owning the request, if it is owned."""
@@ -240,14 +249,15 @@ class RequestRegistry:
                 self._learn_length(live, len(choice.output))
         if state is State.EXPIRED:
             for choice in live.unfinished:
-                self.predictor.note_cut_off(live.prediction, len(choice.output))
+                self._predictor(live).note_cut_off(live.prediction, len(choice.output))
         self.counters.failed += state is State.FAILED
 
     def _learn_length(self, live: LiveRequest, num_tokens: int) -> None:
-        if self.predictor.note(live.prediction, num_tokens) and self.predictor.trust is not None:
-            trust = self.predictor.trust
+        predictor = self._predictor(live)
+        if predictor.note(live.prediction, num_tokens) and predictor.trust is not None:
+            trust = predictor.trust
             event = "predictions trusted" if trust.is_trusted else "predictions not trusted"
-            log.warning(event, tau=round(trust.tau, 3))
+            log.warning(event, tau=round(trust.tau, 3), model=live.request.model)
 
     def trace_end(self, live: LiveRequest) -> None:
         if self.tracer.is_recorded(live.request.trace):

@@ -13,8 +13,8 @@ from router.event_loop import now
 from router.ledger.base import Ledger
 from router.requests import tokenizer
 from router.requests.recovery import restored_request
+from router.requests.served_models import ServedModels
 from router.requests.splicing import PromptMark, Turn
-from router.requests.tokenizer import ServedModel
 from router.requests.turns import Turns
 
 log = logs.get_logger(__name__)
@@ -26,10 +26,10 @@ _LEDGER_S = 0.25
 class SessionTurns:
     """Finder of the earlier turns that a submission's prompt continues."""
 
-    def __init__(self, turns: Turns, ledger: Ledger, model: ServedModel) -> None:
+    def __init__(self, turns: Turns, ledger: Ledger, models: ServedModels) -> None:
         self._turns = turns
         self._ledger = ledger
-        self._model = model
+        self._models = models
 
     async def find(self, submission: Submission) -> Sequence[Turn]:
         """Return known turns of a submission's session, newest first.
@@ -41,7 +41,7 @@ class SessionTurns:
         known, text = self._turns.of(submission, now()), submission.prompt
         if not submission.session_id or not isinstance(text, str):
             return ()
-        if not self._model.tokenizer.boundaries:
+        if not self._models.requested(submission.model).tokenizer.boundaries:
             return known
         has_added = submission.add_special_tokens
         knows_last = await tokenizer.with_text(
@@ -79,7 +79,8 @@ class SessionTurns:
             return
         stored_request = await self._ledger.read(longest)
         request = stored_request.request
-        is_same = request.model == self._model.name
-        if is_same and request.fingerprint == self._model.fingerprint:
-            live = await restored_request(stored_request, self._model.tokenizer)
+        model = self._models.requested(submission.model)
+        is_same = request.model == model.name
+        if is_same and request.fingerprint == model.fingerprint:
+            live = await restored_request(stored_request, model.tokenizer)
             self._turns.add(live, now())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -32,9 +32,9 @@ from router.requests.attempt_runner import AttemptRunner
 from router.requests.ledger_client import LedgerClient, LedgerHealth
 from router.requests.registry import RequestRegistry
 from router.requests.request import LiveRequest
+from router.requests.served_models import ServedModels
 from router.requests.timeouts import Timeouts
 from router.requests.timing import Journal
-from router.requests.tokenizer import ServedModel
 
 log = logs.get_logger(__name__)
 
@@ -58,24 +58,24 @@ class Submissions:
         registry: RequestRegistry,
         ledger: LedgerClient,
         health: LedgerHealth,
-        model: ServedModel,
+        models: ServedModels,
         leader_client: LeaderClient,
         attempts: AttemptRunner,
         timeouts: Timeouts,
         early_rejection: EarlyRejection,
-        estimated_wait: EstimatedWait,
+        estimated_waits: Mapping[str, EstimatedWait],
         attach: Callable[[str], Awaitable[LiveRequest]],
         take_over: Callable[[str], None],
     ) -> None:
         self._registry = registry
         self._ledger = ledger.ledger
         self._health = health
-        self._model = model
+        self._models = models
         self._leader_client = leader_client
         self._attempts = attempts
         self._timeouts = timeouts
         self._early_rejection = early_rejection
-        self._estimated_wait = estimated_wait
+        self._estimated_waits = estimated_waits
         self._attach = attach
         self._take_over = take_over
         self._quotas = registry.quotas
@@ -118,12 +118,11 @@ class Submissions:
         try:
             self._health.check_writable()
             self._check_images(request)
-            self._early_rejection.admit(
-                request_id, request.priority, self._leader_client.queued, now()
-            )
+            self._early_rejection.admit(request_id, request.model, request.priority, now())
             prediction = self._predict(request)
             self._early_rejection.check_in_time(
                 request_id,
+                request.model,
                 request.priority,
                 request.ttft_target_s,
                 timeout_s,
@@ -146,9 +145,11 @@ class Submissions:
             )
 
     def _predict(self, request: Request) -> Prediction:
-        cached = self._leader_client.cached_tokens(request.chunks, len(request.prompt_ids))
+        cached = self._leader_client.cached_tokens(
+            request.model, request.chunks, len(request.prompt_ids)
+        )
         arrived = now() + self._health.clock_offset_s
-        return self._registry.predictor.predict(request, arrived, cached)
+        return self._registry.predictors[request.model].predict(request, arrived, cached)
 
     async def _is_known(self, request_id: str) -> bool:
         """Return whether the ledger has the request. Raises LedgerUnavailable."""
@@ -168,11 +169,12 @@ class Submissions:
     ) -> LiveRequest | None:
         """Open the request and return it; return None if the ledger already has its id."""
         is_charged = await self._charge(request)
-        prediction = self._with_wait(request.priority, prediction)
+        prediction = self._with_wait(request, prediction)
         reservation, has_started = None, False
         # A worker may have announced a shorter context after the request was resolved. The request
         # is then queued without a reservation, and the check at its dispatch rejects it.
-        if self._model.fits(request):
+        model = self._models.of(request)
+        if model.fits(request):
             reservation = self._attempts.reserve(request, timeout_s, prediction)
         try:
             dispatch = None if reservation is None else reservation.dispatch
@@ -204,8 +206,9 @@ class Submissions:
                 return False
             raise
 
-    def _with_wait(self, priority: int, prediction: Prediction) -> Prediction:
-        wait_s = self._estimated_wait.estimate(priority, prediction.work_tokens)
+    def _with_wait(self, request: Request, prediction: Prediction) -> Prediction:
+        estimated = self._estimated_waits[request.model]
+        wait_s = estimated.estimate(request.priority, prediction.work_tokens)
         key = prediction.queue_key._replace(estimated_wait_s=wait_s)
         return replace(prediction, queue_key=key)
 
@@ -243,9 +246,11 @@ class Submissions:
         if timeout_s is not None:
             request = replace(request, deadline=opened.entry.arrived + timeout_s)
         journal.accepted(now())
-        live = LiveRequest.opened(request, opened.entry, self._model.tokenizer, now(), journal)
+        tokenizer = self._models.of(request).tokenizer
+        live = LiveRequest.opened(request, opened.entry, tokenizer, now(), journal)
         self._registry.add(live, prediction)
-        self._registry.observer.of_class(live.priority).accepted(len(request.prompt_ids))
+        observer = self._registry.observer.of_class(request.model, live.priority)
+        observer.accepted(len(request.prompt_ids))
         log.info("accepted", **live.log_fields, prompt_tokens=len(request.prompt_ids))
         return live
 

@@ -64,39 +64,46 @@ class Timeouts:
 
 
 class WorkerWait:
-    """Time limit of queued requests while the cluster has no worker.
+    """Time limit of queued requests while their model has no worker.
 
-    After ``limit_s`` seconds without a worker, ``fail`` is called to end the request. Before the
-    first ``worker_up``, the cluster counts as having no worker.
+    After ``limit_s`` seconds without a worker, ``fail`` is called to end the request. Before its
+    first ``worker_up``, a model counts as having no worker.
     """
 
     def __init__(self, limit_s: float, fail: Callable[[LiveRequest, NoWorker], None]) -> None:
         self._limit_s = limit_s
         self._fail = fail
-        self._has_worker = False
+        #: models with a worker
+        self._models: set[str] = set()
 
     def start_timer(self, live: LiveRequest) -> None:
-        """Start the time limit of a request that is queued now, if there is no worker.
+        """Start the time limit of a request that is queued now, if its model has no worker.
 
         An earlier time limit of the request is cancelled.
         """
         live.end_worker_wait()
-        if not self._has_worker:
+        if live.request.model not in self._models:
             loop = asyncio.get_running_loop()
             live.worker_wait = loop.call_later(self._limit_s, self._expire, live)
 
-    def worker_up(self, requests: Iterable[LiveRequest]) -> None:
-        if not self._has_worker:
-            self._has_worker = True
-            for live in requests:
-                live.end_worker_wait()
+    @property
+    def models_with_workers(self) -> tuple[str, ...]:
+        return tuple(self._models)
 
-    def last_worker_lost(self, requests: Iterable[LiveRequest]) -> None:
-        self._has_worker = False
+    def worker_up(self, model: str, requests: Iterable[LiveRequest]) -> None:
+        if model not in self._models:
+            self._models.add(model)
+            for live in requests:
+                if live.request.model == model:
+                    live.end_worker_wait()
+
+    def last_worker_lost(self, model: str, requests: Iterable[LiveRequest]) -> None:
+        self._models.discard(model)
         for live in requests:
-            if live.phase is Phase.WAITING:
+            if live.phase is Phase.WAITING and live.request.model == model:
                 self.start_timer(live)
 
     def _expire(self, live: LiveRequest) -> None:
         if live.phase is Phase.WAITING:
-            self._fail(live, NoWorker(f"no worker was connected for {self._limit_s:g} s"))
+            cause = f"no worker of the model {live.request.model!r} was connected for "
+            self._fail(live, NoWorker(f"{cause}{self._limit_s:g} s"))

@@ -211,7 +211,8 @@ class TokenWriter:
             self._mark(live, choice, count, answered_at)
 
     def _mark(self, live: LiveRequest, choice: Choice, count: int, answered_at: float) -> None:
-        self._registry.counters.output_tokens += max(0, count - choice.stored)
+        outputs = self._registry.counters.output_by_model
+        outputs[live.request.model] += max(0, count - choice.stored)
         live.mark_stored(choice, count, answered_at)
 
     # the ledger's answers, or their absence

@@ -1,4 +1,4 @@
-"""Tokenizer and limits of the served model."""
+"""Tokenizer and limits of a served model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from everlift.errors import (
     OutOfRange,
     PromptTextTooLong,
     PromptTooLong,
-    RouterStopping,
     UnknownModel,
     UnsupportedContent,
 )
@@ -221,7 +220,7 @@ class ByteTokenizer:
 
 @dataclass(slots=True)
 class ServedModel:
-    """Tokenizer and limits of the served model.
+    """Tokenizer and limits of a served model.
 
     ``context`` is the context length in tokens that the model's configuration states.
     ``max_model_len`` is the number of tokens of prompt and output together that every worker can
@@ -251,11 +250,6 @@ class ServedModel:
     adapters: Mapping[str, AdapterSource] = field(default_factory=dict)
     max_model_len: int | None = field(default=None, init=False)
     fingerprint: str = ""
-    #: whether clients are directed to this model and not to that of another cluster (router.active)
-    is_active: bool = field(default=True, init=False)
-    #: whether requests for another model may arrive, because this model is inactive or was
-    #: activated a moment ago
-    is_switching: bool = field(default=False, init=False)
     #: maximum number of tokens of a sequence that a worker can hold, by worker id
     _capacities: dict[str, int] = field(default_factory=dict, init=False)
     #: number of images that every worker takes; None until a worker has announced it
@@ -311,11 +305,10 @@ class ServedModel:
         """Use the limits that the worker ``last`` announced in the past.
 
         They apply until a worker is connected (``update_limits``). The fingerprint stays
-        unknown until then. Do nothing if ``last`` had another model.
+        unknown until then.
         """
-        if last.model == self.name:
-            self.max_model_len = _capacity(last)
-            self._worker_images = last.max_images
+        self.max_model_len = _capacity(last)
+        self._worker_images = last.max_images
 
     def update_limits(self, workers: Sequence[session_pb2.WorkerInfo]) -> None:
         """Use the limits, the fingerprint and the adapters that the connected workers announced.
@@ -339,14 +332,15 @@ class ServedModel:
         self._update_digests()
 
     def set_catalogue(self, entries: Mapping[str, AdapterEntry]) -> None:
-        """Serve the adapters that operators have loaded, besides those of the settings."""
-        own = {name: entry for name, entry in entries.items() if entry.model == self.name}
+        """Serve those adapters of ``entries`` that are this model's, besides its own."""
         configured = {
             name: source for name, source in self.adapters.items() if name not in self._catalogue
         }
-        own = {name: entry for name, entry in own.items() if name not in configured}
-        loaded = {name: AdapterSource.parse(entry.source) for name, entry in own.items()}
-        self._catalogue, self.adapters = own, configured | loaded
+        self._catalogue = {
+            name: entry for name, entry in entries.items() if entry.model == self.name
+        }
+        loaded = {name: AdapterSource.parse(it.source) for name, it in self._catalogue.items()}
+        self.adapters = configured | loaded
         self._update_digests()
 
     def _update_digests(self) -> None:
@@ -354,10 +348,6 @@ class ServedModel:
         self.adapter_digests = {
             name: digests.get(name) or self._announced.get(name, "") for name in self.adapters
         }
-
-    def is_reserved(self, name: str) -> bool:
-        """Return whether ``name`` is a name of the model, or of an adapter of the settings."""
-        return name in self.names and name not in self._catalogue
 
     @property
     def longest_sequence(self) -> int:
@@ -386,11 +376,6 @@ class ServedModel:
         if capacity is not None and not request.clamp_max_tokens:
             _check_total(len(request.prompt_ids), request.max_tokens, capacity)
 
-    def check_name(self, request: Request) -> None:
-        """Raise UnknownModel if a stored request is for another model."""
-        if request.model != self.name:
-            raise UnknownModel(f"the model {request.model!r} is no longer served")
-
     @property
     def names(self) -> list[str]:
         """Return all names that clients may use: of the model, its own first, and of adapters."""
@@ -404,19 +389,6 @@ class ServedModel:
         """Return the hub id or the directory's name of the adapter or model with this name."""
         adapter = self.adapters.get(name)
         return self.name if adapter is None else adapter.root
-
-    def check_requested(self, name: str) -> None:
-        """Check that ``name``, the model that a request asks for, is one of ``names`` or empty.
-
-        Raises UnknownModel, or RouterStopping while models are being switched (``is_switching``).
-        """
-        if name in ("", *self.names):
-            return
-        served = " or ".join(map(repr, self.names))
-        cause = f"the model {name!r} is not served; the served model is {served}"
-        if self.is_switching:
-            raise RouterStopping(f"{cause}, and one model is replacing another: try again")
-        raise UnknownModel(cause, field="model")
 
     def check_images(self, images: Sequence[Image]) -> None:
         """Check the number and the total size of a request's images.
@@ -450,12 +422,11 @@ class ServedModel:
 
         ``has_output`` states whether the request has output already. If not, it also gets the
         present version of its adapter. Otherwise it keeps its version: workers that load adapters
-        at run time load that one. Raises UnknownModel if the request is for another model or for an
+        at run time load that one. Raises UnknownModel if the request is for an
         adapter that is no longer served, or if its output was generated under another fingerprint,
         that is, with other weights, another tokenizer or other settings. A fingerprint that is not
         known yet matches every other one.
         """
-        self.check_name(request)
         request = self._with_adapter(request, has_output=has_output)
         if self.fingerprint in ("", request.fingerprint):
             return request
@@ -482,22 +453,16 @@ class ServedModel:
         chunks = tuple(map(chunk_id, hashes)) if request.chunks else ()
         return replace(request, salt=salt, chunk_hashes=tuple(hashes), chunks=chunks)
 
-    def _check_served(self, submission: Submission) -> None:
-        self.check_requested(submission.model)
-        self._check_adapter(submission.adapter)
-        self.check_images(submission.images)
-
     def resolve(self, submission: Submission, turns: Sequence[Turn] = ()) -> Request:
         """Return a submission's request, with all defaults filled in and all limits checked.
 
         ``turns`` are earlier turns of its session, whose token ids its prompt reuses.
 
-        Raises UnknownModel if the submission is for another model, or RouterStopping instead while
-        models are being switched. Raises NoWorker if no connected worker serves its adapter. Raises
-        EmptyPrompt, PromptTooLong, ContextLengthExceeded, or OutOfRange for an invalid token id or
-        parameter.
+        Raises NoWorker if no connected worker serves its adapter. Raises EmptyPrompt,
+        PromptTooLong, ContextLengthExceeded, or OutOfRange for an invalid token id or parameter.
         """
-        self._check_served(submission)
+        self._check_adapter(submission.adapter)
+        self.check_images(submission.images)
         prompt_ids, turn, hashes = self._prompt(submission, turns)
         max_output = self._max_output(len(prompt_ids))
         is_clamped = submission.clamp_max_tokens or self.clamps_max_tokens

@@ -1668,16 +1668,21 @@ async def test_worker_replaces_previous_worker_at_its_address(ledger: Ledger) ->
     assert await put(worker("b", 2)) == [other, worker("b", 2)]
 
 
-async def test_last_worker_is_remembered_after_removal(ledger: Ledger) -> None:
-    first = session_pb2.WorkerInfo(worker_id="w1", address="127.0.0.1:1", max_model_len=64)
-    second = session_pb2.WorkerInfo(worker_id="w0", address="127.0.0.1:2", max_model_len=32)
+async def test_last_workers_are_remembered_after_removal(ledger: Ledger) -> None:
+    first, second = (
+        session_pb2.WorkerInfo(worker_id=name, address=f"127.0.0.1:{port}", model="m")
+        for port, name in enumerate(("w1", "w0"), 1)
+    )
+    other = session_pb2.WorkerInfo(worker_id="w2", address="127.0.0.1:3", model="a")
+    assert await ledger.last_workers() == []
     for info in (first, second):
         await ledger.put_worker(info)
-        assert await ledger.last_worker() == info
-    for info in (second, first):
+        assert await ledger.last_workers() == [info]
+    await ledger.put_worker(other)
+    for info in (second, first, other):
         await ledger.drop_worker(info.worker_id)
     assert await ledger.workers() == []
-    assert await ledger.last_worker() == second
+    assert await ledger.last_workers() == [other, second]
 
 
 # load
@@ -1710,16 +1715,17 @@ async def test_load_is_accepted_only_from_last_leader(ledger: Ledger) -> None:
     assert report.load.queued == 2
 
 
-async def test_scaling_is_read_with_its_age(ledger: Ledger) -> None:
-    assert await ledger.scaling() is None
+async def test_scaling_is_read_by_model_with_its_age(ledger: Ledger) -> None:
+    assert await ledger.scaling() == []
     await ledger.put_scaling(session_pb2.Scaling(workers=2, reason="enough"))
     change = session_pb2.ScalingChange(ago_s=0.5, before=2, workers=3, reason="requests wait")
     scaling = session_pb2.Scaling(workers=3, max_workers=8, need=2.5, wait_s=4.0, changes=[change])
     await ledger.put_scaling(scaling)
-    report = await ledger.scaling()
-    assert report is not None
-    assert report.scaling == scaling
-    assert 0.0 <= report.age_s < AGES_S
+    other = session_pb2.Scaling(workers=1, model="org/other model")
+    await ledger.put_scaling(other)
+    reports = await ledger.scaling()
+    assert [report.scaling for report in reports] == [scaling, other]
+    assert all(0.0 <= report.age_s < AGES_S for report in reports)
 
 
 # listings

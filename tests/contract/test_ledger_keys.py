@@ -372,7 +372,7 @@ async def test_orphan_scan_removes_expired_request_from_owner(
 
 async def test_worker_removal_is_recorded_as_a_change(ledger: RedisLedger, keys: Keys) -> None:
     await ledger.put_worker(WorkerInfo(worker_id="w", address="127.0.0.1:1"))
-    left = {"workers_version", "last_worker"}
+    left = {"workers_version", "last_workers"}
     assert await keys.names() == {"workers", "worker_addresses", *left}
     await ledger.drop_worker("w")
     assert await keys.names() == left

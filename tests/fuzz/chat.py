@@ -36,9 +36,12 @@ _DEMO_MODEL = Path(__file__).resolve().parents[2] / "cluster" / "demo_model"
 # chats, by each of the templates
 
 
+_MODEL = ServedModel.load("fake")
+
+
 async def _conversed(renderer: ChatRenderer, data: bytes) -> None:
     read = parse(fields.ChatFields, body.parse(data))
-    rendered = await renderer.render(await chat_conversation(read))
+    rendered = await renderer.render(_MODEL, await chat_conversation(read))
     submissions.of_chat(read, rendered.prompt, rendered.grammar)
     parser = rendered.parser("r", 0)
     parser.feed('<tool_call>{"name": "weather", "arguments": {}}</tool_call>')
@@ -50,7 +53,7 @@ def _chats() -> Iterator[Run]:
     texts = (chat_support.HERMES, chat_support.LLAMA3, chat_support.MISTRAL)
     with event_loop() as runs, ExitStack() as stack:
         templates = [stack.enter_context(template(text)) for text in texts]
-        all_ = [ChatRenderer(ServedModel.load("fake"), each) for each in templates]
+        all_ = [ChatRenderer({_MODEL.name: each}) for each in templates]
         yield lambda data: runs(_conversed(all_[len(data) % len(all_)], data))
         for each in templates:
             runs(each.close())

@@ -82,11 +82,11 @@ class Served:
         self.gateway = Gateway(runs(gateway_ledger(MemoryLedger(time.monotonic))), config=_CONFIG)
         self.gateway.epochs = itertools.count(1)
         inference = Inference(
-            self.gateway.requests, self.gateway.model, GRPC, Traces(self.gateway.ledger)
+            self.gateway.requests, self.gateway.models, GRPC, Traces(self.gateway.ledger)
         )
         self._handlers = (
             InferenceServer(inference, cast("Any", _OfNothing())).handlers(OPEN),
-            KserveServer(inference, self.gateway.requests, self.gateway.model).handlers(OPEN),
+            KserveServer(inference, self.gateway.requests, self.gateway.models).handlers(OPEN),
             AdminServer(
                 cast("Any", _NoWorkers()),
                 RuntimePolicy(_CONFIG, self.gateway.ledger, ()),
@@ -105,10 +105,10 @@ class Served:
         return self._handlers
 
     def _api(self, inference: Inference, template: ChatTemplate) -> ASGIApp:
-        model = self.gateway.model
-        renderer = ChatRenderer(model, template)
-        answering = Answering(_CONFIG, inference, model, renderer)
-        stored = StoredResponses(inference, renderer, model)
+        models = self.gateway.models
+        renderer = ChatRenderer({models.first.name: template})
+        answering = Answering(_CONFIG, inference, models, renderer)
+        stored = StoredResponses(inference, renderer, models)
         ledger, ledger_time = self.gateway.ledger, self.gateway.requests.ledger_time
         conversations = StoredConversations(ledger, stored, ledger_time)
         files = StoredFiles(ledger, ledger_time, _FILES_KEPT_S, _FILES_BYTES)
@@ -116,12 +116,12 @@ class Served:
         return Api(
             OPEN,
             answering,
-            Messages(answering, renderer, model),
-            Responses(answering, inference, renderer, model, stored, conversations),
+            Messages(answering, renderer, models),
+            Responses(answering, inference, renderer, models, stored, conversations),
             Conversations(conversations),
-            Texts(model, renderer),
+            Texts(models, renderer),
             Explaining(inference),
-            model,
+            models,
             self.gateway.requests,
             MetricsServer(CollectorRegistry()),
             MAX_MESSAGE_BYTES,
@@ -235,7 +235,7 @@ def _unframed(frame: bytes) -> frames.Frame:
 def template(text: str = chat_support.HERMES) -> Iterator[ChatTemplate]:
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "chat_template.jinja").write_text(text)
-        loaded = ChatTemplate.load(Path(directory), config=RouterConfig(), max_characters=1 << 16)
+        loaded = ChatTemplate.load(Path(directory), RouterConfig(), max_characters=1 << 16)
         assert loaded is not None
         loaded._processes = [_Here(one) for one in loaded._processes]  # type: ignore[misc]
         yield loaded

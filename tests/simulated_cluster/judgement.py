@@ -144,7 +144,7 @@ def _judge_index(cluster: SimCluster) -> None:
     device = {worker_id: worker.device_chunks() for worker_id, worker in workers.items()}
     host = {worker_id: worker.host_chunks() for worker_id, worker in workers.items()}
     for number, router in cluster.ready_routers():
-        index = router.leader._placement.index
+        index = router.leader._placements["fake"].index
         for tier, masks, chunks in (("device", index._device, device), ("host", index._host, host)):
             indexed = {chunk: {*index.workers(mask)} for chunk, mask in masks.items()}
             holders = defaultdict(set)

@@ -252,10 +252,10 @@ class Client:
         )
 
     def load_adapter(
-        self, name: str, source: str, *, timeout_s: float | None = None
+        self, name: str, source: str, *, model: str = "", timeout_s: float | None = None
     ) -> admin_pb2.AdapterInfo:
         """See AsyncClient.load_adapter."""
-        return self._run(self._client.load_adapter(name, source, timeout_s=timeout_s))
+        return self._run(self._client.load_adapter(name, source, model=model, timeout_s=timeout_s))
 
     def unload_adapter(self, name: str, *, timeout_s: float | None = None) -> None:
         """See AsyncClient.unload_adapter."""

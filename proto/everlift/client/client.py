@@ -407,11 +407,12 @@ class AsyncClient:
         return await self._call(lambda: self._routers.admin().SetPolicy, message, timeout_s)
 
     async def load_adapter(
-        self, name: str, source: str, *, timeout_s: float | None = None
+        self, name: str, source: str, *, model: str = "", timeout_s: float | None = None
     ) -> admin_pb2.AdapterInfo:
         """Add a LoRA adapter to the cluster, or a new version of one, which later requests use.
 
         ``source`` is a hub id, or a directory below the setting worker.adapter_dir at the workers.
+        ``model`` is its model; empty: the cluster's first one.
         Raises InvalidRequest if the name is taken or a worker cannot load the adapter, and
         Forbidden if the API key does not permit the call.
 
@@ -419,7 +420,7 @@ class AsyncClient:
         'sql'
         """
         with sendable():
-            message = admin_pb2.LoadAdapterRequest(name=name, source=source)
+            message = admin_pb2.LoadAdapterRequest(name=name, source=source, model=model)
         answer = await self._call(lambda: self._routers.admin().LoadAdapter, message, timeout_s)
         return answer.adapter
 

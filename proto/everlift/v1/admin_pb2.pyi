@@ -24,17 +24,21 @@ class LoadAdapterRequest(google.protobuf.message.Message):
 
     NAME_FIELD_NUMBER: builtins.int
     SOURCE_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
     name: builtins.str
     """name by which clients request the adapter"""
     source: builtins.str
     """Directory below worker.adapter_dir at the workers, or hub id with an optional @REVISION."""
+    model: builtins.str
+    """model of the adapter; empty: the cluster's first model"""
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         source: builtins.str = ...,
+        model: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name", "source", b"source"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model", b"model", "name", b"name", "source", b"source"]) -> None: ...
 
 Global___LoadAdapterRequest: typing_extensions.TypeAlias = LoadAdapterRequest
 
@@ -118,6 +122,7 @@ class AdapterInfo(google.protobuf.message.Message):
     SOURCE_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
     CONFIGURED_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
     WORKERS_FIELD_NUMBER: builtins.int
     name: builtins.str
     source: builtins.str
@@ -126,6 +131,8 @@ class AdapterInfo(google.protobuf.message.Message):
     """digest of its files; empty: no worker has announced it yet"""
     configured: builtins.bool
     """the adapter is in the setting adapters, and cannot be unloaded"""
+    model: builtins.str
+    """model of the adapter"""
     @property
     def workers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """ids of the workers that have this version in memory"""
@@ -137,9 +144,10 @@ class AdapterInfo(google.protobuf.message.Message):
         source: builtins.str = ...,
         digest: builtins.str = ...,
         configured: builtins.bool = ...,
+        model: builtins.str = ...,
         workers: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["configured", b"configured", "digest", b"digest", "name", b"name", "source", b"source", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["configured", b"configured", "digest", b"digest", "model", b"model", "name", b"name", "source", b"source", "workers", b"workers"]) -> None: ...
 
 Global___AdapterInfo: typing_extensions.TypeAlias = AdapterInfo
 
@@ -415,6 +423,7 @@ class WorkerKind(google.protobuf.message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: builtins.int
     STEP_TIME_FIELD_NUMBER: builtins.int
     ENGINE_POLICY_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
     workers: builtins.int
     device: builtins.str
     """device of a rank, by its manufacturer's name"""
@@ -425,6 +434,7 @@ class WorkerKind(google.protobuf.message.Message):
     max_num_batched_tokens: builtins.int
     engine_policy: builtins.str
     """name of the batching policy in effect"""
+    model: builtins.str
     @property
     def step_time(self) -> Global___StepTimeModel:
         """fitted to their steps; unset: too few steps so far"""
@@ -441,9 +451,10 @@ class WorkerKind(google.protobuf.message.Message):
         max_num_batched_tokens: builtins.int = ...,
         step_time: Global___StepTimeModel | None = ...,
         engine_policy: builtins.str = ...,
+        model: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["step_time", b"step_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "engine_policy", b"engine_policy", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "step_time", b"step_time", "tensor_parallel", b"tensor_parallel", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "engine_policy", b"engine_policy", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "step_time", b"step_time", "tensor_parallel", b"tensor_parallel", "workers", b"workers"]) -> None: ...
 
 Global___WorkerKind: typing_extensions.TypeAlias = WorkerKind
 

@@ -1677,6 +1677,7 @@ class WorkerStatus(google.protobuf.message.Message):
     SLOW_FIELD_NUMBER: builtins.int
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: builtins.int
     ENGINE_POLICY_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
     LOADED_ADAPTERS_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     address: builtins.str
@@ -1705,6 +1706,7 @@ class WorkerStatus(google.protobuf.message.Message):
     """maximum number of tokens in a step"""
     engine_policy: builtins.str
     """batching policy in effect, as named in worker.scheduling.policy"""
+    model: builtins.str
     @property
     def running(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RunningSequence]: ...
     @property
@@ -1736,10 +1738,11 @@ class WorkerStatus(google.protobuf.message.Message):
         slow: builtins.bool = ...,
         max_num_batched_tokens: builtins.int = ...,
         engine_policy: builtins.str = ...,
+        model: builtins.str = ...,
         loaded_adapters: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["counters", b"counters"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "alive", b"alive", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "counters", b"counters", "draining", b"draining", "engine_policy", b"engine_policy", "loaded_adapters", b"loaded_adapters", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pid", b"pid", "preemptions", b"preemptions", "running", b"running", "slow", b"slow", "step", b"step", "step_s", b"step_s", "tensor_parallel", b"tensor_parallel", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "alive", b"alive", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "counters", b"counters", "draining", b"draining", "engine_policy", b"engine_policy", "loaded_adapters", b"loaded_adapters", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pid", b"pid", "preemptions", b"preemptions", "running", b"running", "slow", b"slow", "step", b"step", "step_s", b"step_s", "tensor_parallel", b"tensor_parallel", "worker_id", b"worker_id"]) -> None: ...
 
 Global___WorkerStatus: typing_extensions.TypeAlias = WorkerStatus
 
@@ -1837,8 +1840,10 @@ class GetStatusResponse(google.protobuf.message.Message):
     METRICS_ADDRESS_FIELD_NUMBER: builtins.int
     HTTP_ADDRESS_FIELD_NUMBER: builtins.int
     MISSING_WORKERS_FIELD_NUMBER: builtins.int
+    MODELS_FIELD_NUMBER: builtins.int
     cluster_id: builtins.str
     model: builtins.str
+    """model of requests that name none"""
     leader: builtins.str
     """router id"""
     queued: builtins.int
@@ -1868,6 +1873,10 @@ class GetStatusResponse(google.protobuf.message.Message):
     def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @property
     def ledger(self) -> Global___LedgerStatus: ...
+    @property
+    def models(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ModelStatus]:
+        """all models, that of requests that name none first"""
+
     def __init__(
         self,
         *,
@@ -1889,11 +1898,40 @@ class GetStatusResponse(google.protobuf.message.Message):
         metrics_address: builtins.str = ...,
         http_address: builtins.str = ...,
         missing_workers: builtins.str = ...,
+        models: collections.abc.Iterable[Global___ModelStatus] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["ledger", b"ledger"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "completed", b"completed", "failed", b"failed", "false_alarms", b"false_alarms", "http_address", b"http_address", "leader", b"leader", "ledger", b"ledger", "metrics_address", b"metrics_address", "migrated", b"migrated", "missing_workers", b"missing_workers", "model", b"model", "moved", b"moved", "output_tokens", b"output_tokens", "preempted", b"preempted", "queued", b"queued", "recomputed_tokens", b"recomputed_tokens", "running", b"running", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "completed", b"completed", "failed", b"failed", "false_alarms", b"false_alarms", "http_address", b"http_address", "leader", b"leader", "ledger", b"ledger", "metrics_address", b"metrics_address", "migrated", b"migrated", "missing_workers", b"missing_workers", "model", b"model", "models", b"models", "moved", b"moved", "output_tokens", b"output_tokens", "preempted", b"preempted", "queued", b"queued", "recomputed_tokens", b"recomputed_tokens", "running", b"running", "workers", b"workers"]) -> None: ...
 
 Global___GetStatusResponse: typing_extensions.TypeAlias = GetStatusResponse
+
+@typing.final
+class ModelStatus(google.protobuf.message.Message):
+    """State of one model of the cluster."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    WORKERS_FIELD_NUMBER: builtins.int
+    QUEUED_FIELD_NUMBER: builtins.int
+    RUNNING_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    workers: builtins.int
+    """number of connected workers"""
+    queued: builtins.int
+    """requests in the model's queue now"""
+    running: builtins.int
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        workers: builtins.int = ...,
+        queued: builtins.int = ...,
+        running: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "queued", b"queued", "running", b"running", "workers", b"workers"]) -> None: ...
+
+Global___ModelStatus: typing_extensions.TypeAlias = ModelStatus
 
 @typing.final
 class LedgerStatus(google.protobuf.message.Message):

@@ -2178,6 +2178,7 @@ class QueueEstimate(google.protobuf.message.Message):
     TOKENS_PER_S_FIELD_NUMBER: builtins.int
     LEAST_TPOT_S_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
+    QUEUED_FIELD_NUMBER: builtins.int
     lowest: builtins.int
     """Lowest class with a queued request that has not run. If the queue is full, a request of a
     higher class displaces a request of this class. Unset: there is no such request.
@@ -2188,6 +2189,8 @@ class QueueEstimate(google.protobuf.message.Message):
     """minimum seconds per output token after the first one; 0: unknown"""
     model: builtins.str
     """as in Waiting"""
+    queued: builtins.int
+    """number of queued requests"""
     @property
     def waits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClassWait]:
         """Minimum wait of a new request, for each class with queued requests, highest class first. A
@@ -2202,9 +2205,10 @@ class QueueEstimate(google.protobuf.message.Message):
         tokens_per_s: builtins.float = ...,
         least_tpot_s: builtins.float = ...,
         model: builtins.str = ...,
+        queued: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_lowest", b"_lowest", "lowest", b"lowest"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_lowest", b"_lowest", "least_tpot_s", b"least_tpot_s", "lowest", b"lowest", "model", b"model", "tokens_per_s", b"tokens_per_s", "waits", b"waits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_lowest", b"_lowest", "least_tpot_s", b"least_tpot_s", "lowest", b"lowest", "model", b"model", "queued", b"queued", "tokens_per_s", b"tokens_per_s", "waits", b"waits"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_lowest", b"_lowest"]) -> typing.Literal["lowest"] | None: ...
 
 Global___QueueEstimate: typing_extensions.TypeAlias = QueueEstimate

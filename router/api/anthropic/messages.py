@@ -17,15 +17,15 @@ from router.api.http.endpoint import Call, JsonResponse, cancel_on_disconnect
 from router.api.openai.answering import Answering
 from router.chat.conversation import Conversation, num_text_characters
 from router.requests import tokenizer
+from router.requests.served_models import ServedModels
 from router.requests.timing import Journal
-from router.requests.tokenizer import ServedModel
 
 
 class Messages:
-    def __init__(self, answering: Answering, renderer: ChatRenderer, model: ServedModel) -> None:
+    def __init__(self, answering: Answering, renderer: ChatRenderer, models: ServedModels) -> None:
         self._answering = answering
         self._renderer = renderer
-        self._model = model
+        self._models = models
 
     async def create(self, call: Call) -> ASGIApp:
         with self._answering.counting_rejections():
@@ -36,7 +36,8 @@ class Messages:
     async def _create(self, call: Call, name: str, fields: MessagesFields) -> ASGIApp:
         journal = Journal(call.arrived_at)
         with self._answering.counting_rejections():
-            rendered = await self._renderer.render(await _conversation(fields))
+            model = self._models.requested(fields.model)
+            rendered = await self._renderer.render(model, await _conversation(fields))
             generation = fields.generation
             message = self._answering.chat_message(generation, rendered)
             message.clamp_max_tokens = True
@@ -46,8 +47,8 @@ class Messages:
 
     async def count_tokens(self, call: Call) -> Response:
         fields = await call.fields(CountTokensFields)
-        self._model.check_requested(fields.model)
-        ids = await self._renderer.token_ids(await _conversation(fields))
+        model = self._models.requested(fields.model)
+        ids = await self._renderer.token_ids(model, await _conversation(fields))
         return JsonResponse({"input_tokens": len(ids)})
 
 

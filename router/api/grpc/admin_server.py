@@ -96,7 +96,7 @@ class AdminServer:
     async def _load_adapter(self, data: bytes, call: Call) -> pb.LoadAdapterResponse:
         message = parse(pb.LoadAdapterRequest, data)
         return pb.LoadAdapterResponse(
-            adapter=await self._adapters.load(message.name, message.source)
+            adapter=await self._adapters.load(message.name, message.source, message.model)
         )
 
     async def _unload_adapter(self, data: bytes, call: Call) -> pb.UnloadAdapterResponse:

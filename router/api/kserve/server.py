@@ -24,13 +24,13 @@ from router.api.service import Inference
 from router.auth.caller import OPEN, Authenticator, Scope
 from router.event_loop import now
 from router.requests.manager import Requests
+from router.requests.served_models import ServedModels
 from router.requests.timing import Journal
-from router.requests.tokenizer import ServedModel
 
 #: Parameter of an error response that contains the error's slug.
 SLUG = "everlift-error"
 #: Reasons why some methods of Triton's contract are not supported.
-_REPOSITORY = "a cluster serves only the model that it was started with"
+_REPOSITORY = "a cluster serves only the models that it was started with"
 _SHARED_MEMORY = "send tensors in requests, not in shared memory"
 _SETTINGS = "logs and traces are configured where the cluster is started"
 _NOT_SERVED = {
@@ -48,10 +48,10 @@ _NOT_SERVED = {
 
 
 class KserveServer:
-    def __init__(self, inference: Inference, requests: Requests, model: ServedModel) -> None:
+    def __init__(self, inference: Inference, requests: Requests, models: ServedModels) -> None:
         self._inference = inference
         self._requests = requests
-        self._model = model
+        self._models = models
 
     # requests
 
@@ -97,7 +97,9 @@ class KserveServer:
             yield _final(head)
 
     def _head(self) -> pb.ModelInferResponse:
-        return pb.ModelInferResponse(model_name=self._model.name, model_version=description.VERSION)
+        return pb.ModelInferResponse(
+            model_name=self._models.first.name, model_version=description.VERSION
+        )
 
     def _read(self, data: bytes, head: pb.ModelInferResponse) -> ParsedRequest:
         try:
@@ -180,7 +182,7 @@ class KserveServer:
         message, ready = parse(pb.RepositoryIndexRequest, data), self._requests.accepts_requests
         index = pb.RepositoryIndexResponse()
         if ready or not message.ready:
-            for name in self._model.names:
+            for name in self._models.names:
                 index.models.add(
                     name=name,
                     version=description.VERSION,
@@ -193,9 +195,9 @@ class KserveServer:
 
         Raises UnknownModel for another model, and the errors of ``check_version``.
         """
-        self._model.check_requested(name)
-        description.check_version(self._model.name, version)
-        return name or self._model.name
+        model = self._models.requested(name)
+        description.check_version(model.name, version)
+        return name or model.name
 
     def handlers(self, authenticator: Authenticator) -> grpc.GenericRpcHandler:
         """Return the handlers to add to a gRPC server."""

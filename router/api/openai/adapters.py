@@ -15,7 +15,7 @@ class AdapterPaths:
 
     async def load(self, call: Call) -> Response:
         fields = await call.fields(LoadAdapterFields)
-        await self._adapters.load(fields.lora_name, fields.lora_path)
+        await self._adapters.load(fields.lora_name, fields.lora_path, fields.model or "")
         return PlainTextResponse(f"Success: LoRA adapter '{fields.lora_name}' added successfully.")
 
     async def unload(self, call: Call) -> Response:

@@ -41,8 +41,8 @@ from router.api.service import Inference
 from router.config import RouterConfig
 from router.requests import tokenizer
 from router.requests.manager import new_request_id
+from router.requests.served_models import ServedModels
 from router.requests.timing import Journal
-from router.requests.tokenizer import ServedModel
 
 _LAST_EVENT_ID = "last-event-id"
 _EVENTS = "text/event-stream"
@@ -62,12 +62,12 @@ class Answering:
         self,
         config: RouterConfig,
         inference: Inference,
-        model: ServedModel,
+        models: ServedModels,
         renderer: ChatRenderer,
     ) -> None:
         self._config = config
         self._inference = inference
-        self._model = model
+        self._models = models
         self._renderer = renderer
 
     async def completions(self, call: Call) -> ASGIApp:
@@ -101,7 +101,8 @@ class Answering:
     async def _chat(self, call: Call, name: str, fields: ChatFields) -> ASGIApp:
         journal = Journal(call.arrived_at)
         with self.counting_rejections():
-            rendered = await self._renderer.render(await chat_conversation(fields))
+            model = self._models.requested(fields.model or "")
+            rendered = await self._renderer.render(model, await chat_conversation(fields))
             message = self.chat_message(fields, rendered)
             is_constrained = message.sampling.HasField("grammar")
             name = self.set_session(call, name, fields, [message])
@@ -130,14 +131,14 @@ class Answering:
     def chat_message(self, fields: GenerationFields, rendered: RenderedChat) -> pb.GenerateRequest:
         """Return the request for a rendered conversation. Raises InvalidRequest."""
         message = submissions.of_chat(fields, rendered.prompt, rendered.grammar)
-        special_tokens = self._model.tokenizer.special_tokens.values()
+        special_tokens = rendered.model.tokenizer.special_tokens.values()
         message.keep_special_tokens |= rendered.needs(special_tokens)
         message.images.extend(image.data for image in rendered.images)
         return message
 
     def vocabulary(self, message: pb.GenerateRequest) -> Vocabulary:
         """Return the vocabulary with which the text of a request's output is made."""
-        tokenizer = self._model.tokenizer
+        tokenizer = self._models.requested(message.model).tokenizer
         return tokenizer.with_special_tokens() if message.keep_special_tokens else tokenizer
 
     async def answer(
@@ -231,11 +232,13 @@ class Answering:
         if fields.stream:
             submissions.check_streamed_size(messages)
         else:
-            submissions.check_unstreamed_size(messages, self._model.longest_sequence)
+            model = self._models.requested(fields.model or "")
+            submissions.check_unstreamed_size(messages, model.longest_sequence)
 
     def _envelope(self, answer_id: str, fields: GenerationFields) -> Envelope:
         # Answers have the name that the client used.
-        name, fingerprint = fields.model or self._model.name, self._model.fingerprint
+        model = self._models.requested(fields.model or "")
+        name, fingerprint = fields.model or model.name, model.fingerprint
         return Envelope(answer_id, int(time.time()), name, fingerprint or None)
 
     async def _tokenize_scored(self, messages: Sequence[pb.GenerateRequest]) -> None:
@@ -251,14 +254,16 @@ class Answering:
 
     def _encode(self, message: pb.GenerateRequest) -> Sequence[int]:
         has_added = message.add_special_tokens or not message.HasField("add_special_tokens")
-        return self._model.encode_prompt(message.text, add_special_tokens=has_added)
+        model = self._models.requested(message.model)
+        return model.encode_prompt(message.text, add_special_tokens=has_added)
 
     async def _echoes(
         self, fields: CompletionFields, messages: Sequence[pb.GenerateRequest]
     ) -> list[str | Echo]:
         prompts, decode = fields.prompts, self.vocabulary(messages[0]).decode
+        model = self._models.requested(fields.model or "")
         for prompt in prompts:
-            self._model.check_prompt(prompt)
+            model.check_prompt(prompt)
         num_ids = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
         texts = await tokenizer.with_text(
             num_ids,

@@ -15,6 +15,7 @@ from router.api.http.endpoint import Call, JsonResponse
 from router.api.openai.chat_conversation import chat_conversation
 from router.api.openai.fields import DetokenizeFields, TokenizeFields
 from router.requests import tokenizer
+from router.requests.served_models import ServedModels
 from router.requests.tokenizer import ServedModel
 
 #: Fields of tokenizer_config.json that are paths of files.
@@ -22,17 +23,17 @@ _PATHS = ("name_or_path", "special_tokens_map_file", "tokenizer_file", "vocab_fi
 
 
 class Texts:
-    def __init__(self, model: ServedModel, renderer: ChatRenderer) -> None:
-        self._model = model
+    def __init__(self, models: ServedModels, renderer: ChatRenderer) -> None:
+        self._models = models
         self._renderer = renderer
-        #: answer of ``tokenizer_info``, once it was requested
-        self._info: dict[str, Any] | None = None
+        #: answers of ``tokenizer_info`` that were requested, by model
+        self._infos: dict[str, dict[str, Any]] = {}
 
     async def tokenize(self, call: Call) -> Response:
         fields = await call.fields(TokenizeFields)
-        self._model.check_requested(fields.model or "")
-        tokens = await self._tokens(fields)
-        token_string = self._model.tokenizer.token_string
+        model = self._models.requested(fields.model or "")
+        tokens = await self._tokens(model, fields)
+        token_string = model.tokenizer.token_string
         strings = (
             await tokenizer.with_text(len(tokens), lambda: [*map(token_string, tokens)])
             if fields.return_token_strs
@@ -41,40 +42,44 @@ class Texts:
         return JsonResponse(
             {
                 "count": len(tokens),
-                "max_model_len": self._model.max_model_len,
+                "max_model_len": model.max_model_len,
                 "tokens": tokens,
                 "token_strs": strings,
             }
         )
 
-    async def _tokens(self, fields: TokenizeFields) -> tuple[int, ...]:
+    async def _tokens(self, model: ServedModel, fields: TokenizeFields) -> tuple[int, ...]:
         if (fields.prompt is None) == (fields.messages is None):
             raise InvalidRequest("give either prompt or messages", field="prompt")
         if fields.messages is not None:
             return await self._renderer.token_ids(
+                model,
                 await chat_conversation(fields),
                 add_special_tokens=fields.add_special_tokens is True,
             )
         text, has_special = fields.prompt or "", fields.add_special_tokens is not False
         return await tokenizer.with_text(
-            len(text), lambda: self._model.encode(text, add_special_tokens=has_special)
+            len(text), lambda: model.encode(text, add_special_tokens=has_special)
         )
 
     async def detokenize(self, call: Call) -> Response:
         fields = await call.fields(DetokenizeFields)
-        self._model.check_requested(fields.model or "")
+        model = self._models.requested(fields.model or "")
         ids = fields.tokens
-        text = await tokenizer.with_text(len(ids), lambda: self._model.decode(ids))
+        text = await tokenizer.with_text(len(ids), lambda: model.decode(ids))
         return JsonResponse({"prompt": text})
 
     async def tokenizer_info(self, call: Call) -> Response:
         """Return the tokenizer's configuration: the content of tokenizer_config.json without paths.
 
         The texts of special tokens and the chat template are included, whichever files have them.
+        The query parameter ``model`` selects one of several models.
         """
-        if self._info is None:
-            self._info = await asyncio.to_thread(_tokenizer_info, self._model.directory)
-        return JsonResponse(self._info)
+        model = self._models.requested(call.request.query_params.get("model", ""))
+        if (info := self._infos.get(model.name)) is None:
+            info = await asyncio.to_thread(_tokenizer_info, model.directory)
+            self._infos[model.name] = info
+        return JsonResponse(info)
 
 
 def _tokenizer_info(directory: Path | None) -> dict[str, Any]:

@@ -74,7 +74,7 @@ function show(changed) {
   if (!isSecond) return;
   lanes.tell();
   events.show(cluster);
-  scaling.show(all.scaling, cluster.at);
+  scaling.show(all.scaling, all.router?.models, cluster.at);
   recent.show(cluster);
 }
 

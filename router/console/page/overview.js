@@ -35,7 +35,7 @@ export class Overview {
   show({ router, totals }) {
     if (router) {
       const leads = router.is_leading ? "leader" : `leader ${router.leader ? router.leader.slice(0, 8) : "none"}`;
-      say($("identity"), `${router.model} · router ${router.router_id.slice(0, 8)} · ${leads}`);
+      say($("identity"), `${router.models.join(", ")} · router ${router.router_id.slice(0, 8)} · ${leads}`);
       $("key-form").hidden = !router.has_access;
     }
     if (!totals) return;

@@ -1,4 +1,4 @@
-// Queued requests, by class and tenant.
+// Queued requests, by model, class and tenant.
 
 import { Chart } from "./chart.js";
 import { $, count, el, meter, percent, row, say, seconds } from "./dom.js";
@@ -13,6 +13,11 @@ export class Queue {
     if (history.length) $("queue-chart").hidden = !history.some((it) => it.queued);
     if (queue) {
       say($("queue-line"), line(queue));
+      const models = queue.models ?? [];
+      $("by-model").hidden = models.length < 2;
+      $("models").replaceChildren(
+        ...models.map((it) => row(it.model, count(it.workers), count(it.running), bar(it.queued, queue.queued), seconds(it.wait_s))),
+      );
       const classes = queue.classes ?? [];
       $("by-class").hidden = !classes.length;
       $("classes").replaceChildren(...classes.map((it) => row(String(it.priority), bar(it.queued, queue.queued), seconds(it.wait_s))));

@@ -1,4 +1,4 @@
-// Chat with the model over the public API, with streaming. Without a chat template, single prompts are completed.
+// Chat with a model over the public API, with streaming. Without a chat template, single prompts are completed.
 
 import { events } from "./api.js";
 import { $, count, el, say, seconds } from "./dom.js";
@@ -26,13 +26,24 @@ export class TryIt {
     $("try-stop").addEventListener("click", () => this.stopping?.abort());
     $("try-clear").addEventListener("click", () => this.clear());
     $("as-chat").addEventListener("change", () => this.clear());
+    $("try-model").addEventListener("change", () => {
+      this.setMode();
+      this.clear();
+    });
   }
 
   // Selects chat mode by default if the model has a chat template.
   show({ router }) {
     if (!router || this.isSet) return;
     this.isSet = true;
-    $("as-chat").checked = router.has_template;
+    this.chats = router.chats;
+    $("try-model").replaceChildren(...router.models.map((name) => el("option", { value: name }, name)));
+    $("try-model-field").hidden = router.models.length < 2;
+    this.setMode();
+  }
+
+  setMode() {
+    $("as-chat").checked = this.chats.includes($("try-model").value);
     describeMode();
   }
 
@@ -178,6 +189,7 @@ function describeMode() {
 
 function asked(turns) {
   const body = {
+    model: $("try-model").value,
     max_tokens: Number($("max-tokens").value),
     temperature: Number($("temperature").value),
     stream: true,

@@ -104,9 +104,9 @@ class MemoryLedger:
         self._term = 0
         self._workers: dict[str, bytes] = {}
         self._workers_version = 0
-        self._last_worker: bytes | None = None
+        self._last_workers: dict[str, bytes] = {}
         self._load: tuple[float, bytes] | None = None
-        self._scaling: tuple[float, bytes] | None = None
+        self._scaling: dict[str, tuple[float, bytes]] = {}
         self._quotas = MemoryQuotas(clock)
         self._access = AccessRecords(0, {})
         self._policy = ClusterPolicy()
@@ -470,7 +470,7 @@ class MemoryLedger:
             for other in await self.workers():
                 if other.address == info.address:
                     del self._workers[other.worker_id]
-            self._workers[info.worker_id] = self._last_worker = stored
+            self._workers[info.worker_id] = self._last_workers[info.model] = stored
             self._workers_version += 1
 
     async def drop_worker(self, worker_id: str) -> None:
@@ -482,9 +482,9 @@ class MemoryLedger:
             session_pb2.WorkerInfo.FromString(info) for _, info in sorted(self._workers.items())
         ]
 
-    async def last_worker(self) -> session_pb2.WorkerInfo | None:
-        stored = self._last_worker
-        return None if stored is None else session_pb2.WorkerInfo.FromString(stored)
+    async def last_workers(self) -> list[session_pb2.WorkerInfo]:
+        stored = sorted(self._last_workers.items())
+        return [session_pb2.WorkerInfo.FromString(info) for _, info in stored]
 
     # load
 
@@ -508,13 +508,14 @@ class MemoryLedger:
         return None
 
     async def put_scaling(self, scaling: session_pb2.Scaling) -> None:
-        self._scaling = (self._clock(), scaling.SerializeToString())
+        self._scaling[scaling.model] = (self._clock(), scaling.SerializeToString())
 
-    async def scaling(self) -> ScalingReport | None:
-        if self._scaling is None:
-            return None
-        reported_at, scaling = self._scaling
-        return ScalingReport(session_pb2.Scaling.FromString(scaling), self._clock() - reported_at)
+    async def scaling(self) -> list[ScalingReport]:
+        now = self._clock()
+        return [
+            ScalingReport(session_pb2.Scaling.FromString(scaling), now - reported_at)
+            for _, (reported_at, scaling) in sorted(self._scaling.items())
+        ]
 
     # tenants
 

@@ -477,20 +477,21 @@ class RedisLedger:
 
     async def put_worker(self, info: session_pb2.WorkerInfo) -> None:
         stored = info.SerializeToString(deterministic=True)
-        await self._shards.run(scripts.SET_WORKER, _CONTROL, info.worker_id, stored, info.address)
+        arguments = info.worker_id, stored, info.address, info.model
+        await self._shards.run(scripts.SET_WORKER, _CONTROL, *arguments)
 
     async def drop_worker(self, worker_id: str) -> None:
-        await self._shards.run(scripts.SET_WORKER, _CONTROL, worker_id, b"", "")
+        await self._shards.run(scripts.SET_WORKER, _CONTROL, worker_id, b"", "", "")
 
     async def workers(self) -> list[session_pb2.WorkerInfo]:
         key = self._shards.key("workers", _CONTROL)
         [stored] = await self._shards.run_commands("workers", Command(key, ("HVALS", key)))
         return sorted(map(session_pb2.WorkerInfo.FromString, stored), key=lambda w: w.worker_id)
 
-    async def last_worker(self) -> session_pb2.WorkerInfo | None:
-        key = self._shards.key("last_worker", _CONTROL)
-        [stored] = await self._shards.run_commands("last worker", Command(key, ("GET", key)))
-        return None if stored is None else session_pb2.WorkerInfo.FromString(stored)
+    async def last_workers(self) -> list[session_pb2.WorkerInfo]:
+        key = self._shards.key("last_workers", _CONTROL)
+        [stored] = await self._shards.run_commands("last workers", Command(key, ("HVALS", key)))
+        return sorted(map(session_pb2.WorkerInfo.FromString, stored), key=lambda w: w.model)
 
     # load
 
@@ -524,14 +525,16 @@ class RedisLedger:
         return active.decode()
 
     async def put_scaling(self, scaling: session_pb2.Scaling) -> None:
-        await self._shards.run(scripts.SET_SCALING, _CONTROL, scaling.SerializeToString())
+        stored = scaling.SerializeToString()
+        await self._shards.run(scripts.SET_SCALING, _CONTROL, scaling.model, stored)
 
-    async def scaling(self) -> ScalingReport | None:
+    async def scaling(self) -> list[ScalingReport]:
         answer = await self._shards.run(scripts.GET_SCALING, _CONTROL)
-        if not answer:
-            return None
-        scaling, age = answer
-        return ScalingReport(session_pb2.Scaling.FromString(scaling), codec.seconds(age))
+        reports = [
+            ScalingReport(session_pb2.Scaling.FromString(scaling), codec.seconds(age))
+            for scaling, age in zip(answer[::2], answer[1::2], strict=True)
+        ]
+        return sorted(reports, key=lambda report: report.scaling.model)
 
     # tenants
 

@@ -13,7 +13,7 @@ from router.ledger.config import DurabilityClass, LedgerConfig, LedgerSetupError
 Info = Mapping[str, Any]
 
 #: Version of the key layout (common.lua), which is part of every key's name.
-SCHEMA = 5
+SCHEMA = 6
 
 _OLDEST = {"Valkey": (7, 2), "Redis": (7, 0)}
 #: First version of Redis that supports WAITAOF.

@@ -65,9 +65,13 @@ class Metric:
     buckets: tuple[float, ...] = ()
 
 
+#: Labels of the metrics of requests of a model and a class.
+_OF_CLASS = ("model", "priority")
+
+
 def _of_class(name: str, help: str, buckets: tuple[float, ...] = _LATENCY_S) -> Metric:
     unit = "tokens" if name.endswith("_tokens") else "seconds"
-    return Metric(name, "histogram", unit, help, ("priority",), buckets)
+    return Metric(name, "histogram", unit, help, _OF_CLASS, buckets)
 
 
 def _of_worker(name: str, kind: Kind, unit: str, help: str, *labels: str) -> Metric:
@@ -81,6 +85,7 @@ _REQUESTS = (
         "counter",
         "requests",
         "New requests that this router has stored in the ledger.",
+        ("model",),
     ),
     Metric(
         "everlift_requests_total",
@@ -88,14 +93,14 @@ _REQUESTS = (
         "requests",
         "Requests that ended at this router or were rejected, by outcome: ok or the error's "
         "slug. Requests with outcome moved or router_stopping continue on another router.",
-        ("outcome",),
+        ("model", "outcome"),
     ),
     Metric(
         "everlift_choices_finished_total",
         "counter",
         "choices",
         "Choices of requests with outcome ok, by finish reason.",
-        ("reason",),
+        ("model", "reason"),
     ),
     Metric(
         "everlift_requests_in_flight",
@@ -113,7 +118,7 @@ _REQUESTS = (
         "ratio",
         "Error of the predicted time from a request's acceptance to its first token, relative to "
         "the measured time. Only requests with a prediction.",
-        ("priority",),
+        _OF_CLASS,
         _ERROR_RATIO,
     ),
     Metric(
@@ -122,7 +127,7 @@ _REQUESTS = (
         "ratio",
         "Error of the predicted time per output token, relative to the measured time. Only "
         "finished requests of 16 tokens or more.",
-        ("priority",),
+        _OF_CLASS,
         _ERROR_RATIO,
     ),
     _of_class(
@@ -162,7 +167,7 @@ _REQUESTS = (
         "requests",
         "Later requests that left the queue before a request, over all its attempts. Only requests "
         "with outcome ok.",
-        ("priority",),
+        _OF_CLASS,
         _OTHERS,
     ),
     Metric(
@@ -170,6 +175,7 @@ _REQUESTS = (
         "counter",
         "tokens",
         "Prompt tokens of accepted requests.",
+        ("model",),
     ),
     Metric(
         "everlift_tenant_prompt_tokens_total",
@@ -190,6 +196,7 @@ _REQUESTS = (
         "counter",
         "tokens",
         "Output tokens stored in the ledger.",
+        ("model",),
     ),
     Metric(
         "everlift_migrations_total",
@@ -225,6 +232,7 @@ _PREDICTIONS = (
         "",
         "1 while predicted output lengths are trusted. 0 without a model or while its tau is too "
         "low; the orders shortest, ranked and hrrn then treat new requests as fifo does.",
+        ("model",),
     ),
     Metric(
         "everlift_predictor_tau",
@@ -232,6 +240,7 @@ _PREDICTIONS = (
         "",
         "Kendall's tau between predicted and actual lengths of the last 500 outputs of "
         "this router; the training's value until 100 outputs ended. Absent without a model.",
+        ("model",),
     ),
     Metric(
         "everlift_predictor_coverage_ratio",
@@ -239,7 +248,7 @@ _PREDICTIONS = (
         "ratio",
         "Share of the outputs of everlift_predictor_tau that were not longer than a predicted "
         "quantile. Absent until an output ended.",
-        ("quantile",),
+        ("model", "quantile"),
     ),
 )
 
@@ -321,13 +330,14 @@ _ROUTER = (
     ),
 )
 
-#: Metrics of the cluster, which only the leader exports.
+#: Metrics of the queue and the workers of each model, which only the leader exports.
 _CLUSTER = (
     Metric(
         "everlift_workers",
         "gauge",
         "workers",
         "Leader: workers that are ready and not draining.",
+        ("model",),
     ),
     Metric(
         "everlift_wanted_workers",
@@ -335,25 +345,29 @@ _CLUSTER = (
         "workers",
         "Leader: wanted workers of all clusters that share the ledger, as configured or as decided "
         "by the autoscaler.",
+        ("model",),
     ),
     Metric(
         "everlift_starting_workers",
         "gauge",
         "workers",
         "Leader: workers that are loading their model.",
+        ("model",),
     ),
-    Metric("everlift_queue_requests", "gauge", "requests", "Leader: queued requests."),
+    Metric("everlift_queue_requests", "gauge", "requests", "Leader: queued requests.", ("model",)),
     Metric(
         "everlift_queue_tokens",
         "gauge",
         "tokens",
         "Leader: tokens to compute for all queued requests, with predicted outputs.",
+        ("model",),
     ),
     Metric(
         "everlift_queue_head_wait_seconds",
         "gauge",
         "seconds",
         "Leader: time that the head of the queue has waited.",
+        ("model",),
     ),
     Metric(
         "everlift_service_gap_tokens",
@@ -361,25 +375,29 @@ _CLUSTER = (
         "tokens",
         "Leader: largest difference of service between backlogged tenants of a class, in "
         "weighted tokens. 0 without tenants.",
+        ("model",),
     ),
     Metric(
         "everlift_offered_tokens_total",
         "counter",
         "tokens",
         "Leader: predicted tokens of all requests since it became the leader.",
+        ("model",),
     ),
     Metric(
         "everlift_sequences",
         "gauge",
         "sequences",
         "Leader: sequences at workers, including waiting ones.",
+        ("model",),
     ),
-    Metric("everlift_slots", "gauge", "slots", "Leader: batch slots of all workers."),
+    Metric("everlift_slots", "gauge", "slots", "Leader: batch slots of all workers.", ("model",)),
     Metric(
         "everlift_queue_predicted_wait_seconds",
         "gauge",
         "seconds",
         "Leader: estimated time until all queued requests have left the queue. 0 if unknown.",
+        ("model",),
     ),
     Metric(
         "everlift_full_worker_tokens_per_second",
@@ -387,6 +405,7 @@ _CLUSTER = (
         "tokens/s",
         "Leader: estimated token throughput of one saturated worker, in tokens per second, "
         "including prefix-cache hits. 0 if unknown.",
+        ("model",),
     ),
 )
 

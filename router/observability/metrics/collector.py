@@ -30,25 +30,29 @@ class StateCollector:
     def collect(self) -> Iterator[Family]:
         for values in (self._of_requests(), self._of_ledger(), self._of_router()):
             yield from map(_single, values, values.values())
-        yield from self._of_predictor()
+        yield self._outputs()
+        yield from self._of_predictors()
         load = self._leader.load()
-        for name, value in _of_cluster(load or session_pb2.ClusterLoad()).items():
-            yield _single(name, value) if load is not None else family(name)
+        yield from _of_models({} if load is None else load.models)
         yield from self._of_workers(is_leading=load is not None)
 
     def _of_requests(self) -> Mapping[str, float]:
         counters = self._requests.counters
         return {
             "everlift_requests_in_flight": len(self._requests),
-            "everlift_output_tokens_total": counters.output_tokens,
             "everlift_migrations_total": counters.migrated,
             "everlift_moves_total": counters.moved,
             "everlift_preemptions_total": counters.preempted,
             "everlift_recomputed_tokens_total": counters.recomputed_tokens,
         }
 
-    def _of_predictor(self) -> Iterable[Family]:
-        trust = self._requests.predictor.trust
+    def _outputs(self) -> Family:
+        outputs = family("everlift_output_tokens_total")
+        for model, tokens in self._requests.counters.output_by_model.items():
+            add(outputs, (model,), tokens)
+        return outputs
+
+    def _of_predictors(self) -> Iterable[Family]:
         trusted, tau, coverage = map(
             family,
             (
@@ -57,11 +61,13 @@ class StateCollector:
                 "everlift_predictor_coverage_ratio",
             ),
         )
-        add(trusted, (), trust is not None and trust.is_trusted)
-        if trust is not None:
-            add(tau, (), trust.tau)
-            for quantile, part in zip(QUANTILES, trust.coverage, strict=False):
-                add(coverage, (f"{quantile:g}",), part)
+        for model, predictor in self._requests.predictors.items():
+            trust = predictor.trust
+            add(trusted, (model,), trust is not None and trust.is_trusted)
+            if trust is not None:
+                add(tau, (model,), trust.tau)
+                for quantile, part in zip(QUANTILES, trust.coverage, strict=False):
+                    add(coverage, (model, f"{quantile:g}"), part)
         return trusted, tau, coverage
 
     def _of_ledger(self) -> Mapping[str, float]:
@@ -112,7 +118,15 @@ def _single(name: str, value: float) -> Family:
     return metric
 
 
-def _of_cluster(load: session_pb2.ClusterLoad) -> Mapping[str, float]:
+def _of_models(loads: Mapping[str, session_pb2.ClusterLoad]) -> Iterable[Family]:
+    families = {name: family(name) for name in _of_model(session_pb2.ClusterLoad())}
+    for model, load in loads.items():
+        for name, value in _of_model(load).items():
+            add(families[name], (model,), value)
+    return families.values()
+
+
+def _of_model(load: session_pb2.ClusterLoad) -> Mapping[str, float]:
     return {
         "everlift_workers": load.workers,
         "everlift_starting_workers": load.starting_workers,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -34,15 +34,13 @@ class Instruments:
     about a microsecond.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, models: Iterable[str] = ()) -> None:
+        """Create the instruments; those of ``models`` exist from the start."""
         self.registry = CollectorRegistry(auto_describe=False)
         self._metrics: dict[str, Counter | Histogram] = {}
-        requests = self._counter("everlift_requests_total")
-        self._outcomes = {outcome: requests.labels(outcome) for outcome in OUTCOMES}
-        choices = self._counter("everlift_choices_finished_total")
-        self._reasons = {reason: choices.labels(reason) for reason in FINISH_REASONS}
-        self._accepted = self._counter("everlift_requests_accepted_total")
-        self._prompt_tokens = self._counter("everlift_prompt_tokens_total")
+        #: counters of a model's requests by outcome, choices by reason, requests and prompt tokens
+        self._counters = tuple(map(self._counter, _OF_MODEL))
+        self._models: dict[str, _Model] = {}
         self._tenant_prompt_tokens = self._counter("everlift_tenant_prompt_tokens_total")
         self._tenant_hit_tokens = self._counter("everlift_tenant_prefix_hit_tokens_total")
         #: counters of prompt tokens and of prefix-cache hits by label
@@ -50,9 +48,11 @@ class Instruments:
         self._histograms = {
             metric.name: self._histogram(metric.name)
             for metric in CATALOGUE.values()
-            if metric.labels == ("priority",)
+            if metric.labels == ("model", "priority")
         }
-        self._classes = {_DEFAULT_CLASS: _Class(self, _DEFAULT_CLASS)}
+        self._classes: dict[tuple[str, int], _Class] = {}
+        for model in models:
+            self.of_class(model, _DEFAULT_CLASS)
         calls = self._histogram("everlift_ledger_call_seconds")
         failures = self._counter("everlift_ledger_failures_total")
         self.ledger_calls = {
@@ -77,17 +77,19 @@ class Instruments:
         """Return the current samples of the counter or histogram ``name``."""
         return [sample for family in self._metrics[name].collect() for sample in family.samples]
 
-    def of_class(self, priority: int) -> _Class:
-        if priority not in self._classes:
-            self._classes[priority] = _Class(self, priority)
-        return self._classes[priority]
+    def of_class(self, model: str, priority: int) -> _Class:
+        if (known := self._classes.get((model, priority))) is None:
+            known = self._classes[model, priority] = _Class(self, model, priority)
+        return known
 
-    def refused(self, slug: str) -> None:
-        self.ended(slug)
+    def of_model(self, model: str) -> _Model:
+        """Return the counters of a model; the name is empty for requests that name no known one."""
+        if (known := self._models.get(model)) is None:
+            known = self._models[model] = _Model(model, *self._counters)
+        return known
 
-    def accepted(self, prompt_tokens: int) -> None:
-        self._accepted.inc()
-        self._prompt_tokens.inc(prompt_tokens)
+    def refused(self, model: str, slug: str) -> None:
+        self.of_model(model).ended(slug)
 
     def prefix_looked_up(self, tenant: str, prompt_tokens: int, cached_tokens: int) -> None:
         if tenant:
@@ -102,6 +104,37 @@ class Instruments:
             self._tenants[label] = counters[0].labels(label), counters[1].labels(label)
         return self._tenants[label]
 
+    def histogram(self, name: str, model: str, priority: int) -> Histogram:
+        return self._histograms[name].labels(model, priority)
+
+
+#: Counters of a model, in the order of the arguments of ``_Model``.
+_OF_MODEL = (
+    "everlift_requests_total",
+    "everlift_choices_finished_total",
+    "everlift_requests_accepted_total",
+    "everlift_prompt_tokens_total",
+)
+
+
+class _Model:
+    def __init__(
+        self,
+        model: str,
+        requests: Counter,
+        choices: Counter,
+        accepted: Counter,
+        prompt_tokens: Counter,
+    ) -> None:
+        self._outcomes = {outcome: requests.labels(model, outcome) for outcome in OUTCOMES}
+        self._reasons = {reason: choices.labels(model, reason) for reason in FINISH_REASONS}
+        self._accepted = accepted.labels(model)
+        self._prompt_tokens = prompt_tokens.labels(model)
+
+    def accepted(self, prompt_tokens: int) -> None:
+        self._accepted.inc()
+        self._prompt_tokens.inc(prompt_tokens)
+
     def ended(self, outcome: str) -> None:
         """Count an ended request; ``outcome`` is "ok", or the short name (slug) of its error.
 
@@ -112,16 +145,14 @@ class Instruments:
     def choice_finished(self, reason: FinishReason) -> None:
         self._reasons[reason.name.lower()].inc()
 
-    def histogram(self, name: str, priority: int) -> Histogram:
-        return self._histograms[name].labels(priority)
-
 
 class _Class:
-    def __init__(self, instruments: Instruments, priority: int) -> None:
+    def __init__(self, instruments: Instruments, model: str, priority: int) -> None:
         def of(name: str) -> Histogram:
-            return instruments.histogram(f"everlift_{name}", priority)
+            return instruments.histogram(f"everlift_{name}", model, priority)
 
         self._instruments = instruments
+        self._model = instruments.of_model(model)
         self._first_token = of("time_to_first_token_seconds")
         self._ttft_error = of("ttft_prediction_error_ratio")
         self._tpot_error = of("tpot_prediction_error_ratio")
@@ -135,7 +166,7 @@ class _Class:
         self._bypassed = of("bypassed")
 
     def accepted(self, prompt_tokens: int) -> None:
-        self._instruments.accepted(prompt_tokens)
+        self._model.accepted(prompt_tokens)
 
     def prefix_looked_up(self, tenant: str, prompt_tokens: int, cached_tokens: int) -> None:
         self._instruments.prefix_looked_up(tenant, prompt_tokens, cached_tokens)
@@ -167,17 +198,17 @@ class _Class:
         bypassed: int,
         reasons: Sequence[FinishReason],
     ) -> None:
-        self._instruments.ended(OK)
+        self._model.ended(OK)
         self._latency.observe(latency_s)
         self._decode.observe(decode_s)
         self._prompt_tokens.observe(prompt_tokens)
         self._output_tokens.observe(output_tokens)
         self._bypassed.observe(bypassed)
         for reason in reasons:
-            self._instruments.choice_finished(reason)
+            self._model.choice_finished(reason)
 
     def failed(self, slug: str) -> None:
-        self._instruments.ended(slug)
+        self._model.ended(slug)
 
 
 def timed(ledger: Ledger, instruments: Instruments) -> Ledger:

@@ -6,7 +6,7 @@ values are read from other objects: nothing is counted in this module.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import Metric as Family
@@ -20,6 +20,7 @@ from router.leader.leader import Leader
 from router.observability.metrics.catalogue import CATALOGUE
 from router.observability.metrics.instruments import Instruments
 from router.requests.manager import Requests
+from router.requests.served_models import ServedModels
 from router.worker_sessions import Sessions, WorkerLink
 
 _ROUTER = "0"
@@ -84,18 +85,18 @@ _WORKER_COUNTERS: Mapping[str, tuple[str, Callable[[WorkerLink], float]]] = {
 class VllmCollector:
     """Prometheus collector of metrics under vLLM's names.
 
-    ``model`` is the value of the label model_name.
+    The label model_name is the name of one of ``models``, as the ledger has it.
     """
 
     def __init__(
         self,
-        model: str,
+        models: ServedModels,
         instruments: Instruments,
         requests: Requests,
         sessions: Sessions,
         leader: Leader,
     ) -> None:
-        self._model = model
+        self._models = [model.name for model in models]
         self._instruments = instruments
         self._requests = requests
         self._sessions = sessions
@@ -107,20 +108,24 @@ class VllmCollector:
         yield from self._of_workers()
         yield self._tokens("vllm:prompt_tokens", "everlift_prompt_tokens_total")
         generated = self._counter("vllm:generation_tokens", "Output tokens.")
-        generated.add_metric([self._model, _ROUTER], self._requests.counters.output_tokens)
+        outputs = self._requests.counters.output_by_model
+        for model in self._models:
+            generated.add_metric([model, _ROUTER], outputs[model])
         yield generated
         yield self._successes()
 
     def _histogram(self, name: str, ours: str) -> HistogramMetricFamily:
-        buckets: Counter[str] = Counter()
-        total = 0.0
+        buckets: dict[str, Counter[str]] = defaultdict(Counter)
+        totals: dict[str, float] = defaultdict(float)
         for sample in self._instruments.samples(ours):
+            model = sample.labels["model"]
             if sample.name.endswith("_bucket"):
-                buckets[sample.labels["le"]] += int(sample.value)
+                buckets[model][sample.labels["le"]] += int(sample.value)
             elif sample.name.endswith("_sum"):
-                total += sample.value
+                totals[model] += sample.value
         family = HistogramMetricFamily(name, CATALOGUE[ours].help, labels=["model_name", "engine"])
-        family.add_metric([self._model, _ROUTER], list(buckets.items()), total)
+        for model in self._models:
+            family.add_metric([model, _ROUTER], list(buckets[model].items()), totals[model])
         return family
 
     def _of_workers(self) -> Iterator[Family]:
@@ -129,34 +134,39 @@ class VllmCollector:
         for name, (text, gauge) in _WORKER_GAUGES.items():
             gauges = GaugeMetricFamily(name, text, labels=["model_name", "engine"])
             for link in links:
-                gauges.add_metric([self._model, link.info.worker_id], gauge(link))
+                gauges.add_metric([link.info.model, link.info.worker_id], gauge(link))
             if load is not None and name == "vllm:num_requests_waiting":
-                gauges.add_metric([self._model, _ROUTER], load.queued)
+                for model in self._models:
+                    gauges.add_metric([model, _ROUTER], load.models[model].queued)
             yield gauges
         for name, (text, count) in _WORKER_COUNTERS.items():
             counters = self._counter(name, text)
             for link in links:
-                counters.add_metric([self._model, link.info.worker_id], count(link))
+                counters.add_metric([link.info.model, link.info.worker_id], count(link))
             yield counters
 
     def _tokens(self, name: str, ours: str) -> CounterMetricFamily:
         family = self._counter(name, CATALOGUE[ours].help)
         for sample in self._instruments.samples(ours):
             if sample.name == ours:
-                family.add_metric([self._model, _ROUTER], sample.value)
+                family.add_metric([sample.labels["model"], _ROUTER], sample.value)
         return family
 
     def _successes(self) -> CounterMetricFamily:
-        reasons = dict.fromkeys(_FINISHED_REASONS.values(), 0.0)
+        reasons = {
+            (model, reason): 0.0 for model in self._models for reason in _FINISHED_REASONS.values()
+        }
         for sample in self._instruments.samples("everlift_requests_total"):
-            if (reason := _FINISHED_REASONS.get(sample.labels["outcome"])) is not None:
-                reasons[reason] += sample.value if sample.name.endswith("_total") else 0.0
+            reason = _FINISHED_REASONS.get(sample.labels["outcome"])
+            key = sample.labels["model"], reason or ""
+            if key in reasons and sample.name.endswith("_total"):
+                reasons[key] += sample.value
         for sample in self._instruments.samples("everlift_choices_finished_total"):
             if sample.name.endswith("_total"):
-                reasons[sample.labels["reason"]] = sample.value
+                reasons[sample.labels["model"], sample.labels["reason"]] = sample.value
         family = self._counter("vllm:request_success", "Choices that ended.", "finished_reason")
-        for reason, count in reasons.items():
-            family.add_metric([self._model, _ROUTER, reason], count)
+        for (model, reason), count in reasons.items():
+            family.add_metric([model, _ROUTER, reason], count)
         return family
 
     def _counter(self, name: str, text: str, *labels: str) -> CounterMetricFamily:

@@ -105,7 +105,7 @@ async def test_deactivated_router_closes_connections_after_requests(
         async with asyncio.timeout(30.0):
             await reader.read()
         writer.close()
-        await until(lambda: not router._model.is_active)
+        await until(lambda: not router._models.is_active)
         held.release()
         assert len(await running) == 30
 

@@ -26,7 +26,7 @@ GREEDY = {"prompt": PROMPT, "temperature": 0}
 
 
 def right_text(parts: Cluster, prompt: list[int], count: int) -> str:
-    return parts.routers[0]._model.tokenizer.decode(right_tokens(prompt, count))
+    return parts.routers[0]._models.first.tokenizer.decode(right_tokens(prompt, count))
 
 
 @pytest.fixture
@@ -344,7 +344,7 @@ async def test_echo_decodes_nothing_for_rejected_prompts(
     parts: Cluster, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: list[int] = []
-    tokenizer = parts.routers[0]._model.tokenizer
+    tokenizer = parts.routers[0]._models.first.tokenizer
     monkeypatch.setattr(type(tokenizer), "decode", lambda _, ids: decoded.extend(ids) or "")
     for last in ([1] * 5000, [1024]):
         body = {"prompt": [[1], last], "echo": True, "max_tokens": 1}

@@ -266,8 +266,8 @@ class _ByName(Authenticator):
 async def test_kserve_requires_credentials_except_for_probes() -> None:
     async with started_gateway() as gateway:
         server = grpc.aio.server()
-        inference = Inference(gateway.requests, gateway.model, GRPC)
-        kserve = KserveServer(inference, gateway.requests, gateway.model)
+        inference = Inference(gateway.requests, gateway.models, GRPC)
+        kserve = KserveServer(inference, gateway.requests, gateway.models)
         server.add_generic_rpc_handlers((kserve.handlers(_ByName()),))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()

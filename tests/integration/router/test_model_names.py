@@ -30,7 +30,7 @@ async def parts(tmp_path: Path) -> AsyncIterator[Cluster]:
 
 
 async def test_http_answers_have_the_requested_name(parts: Cluster) -> None:
-    address, own = parts.routers[0].http_address, parts.routers[0]._model.name
+    address, own = parts.routers[0].http_address, parts.routers[0]._models.first.name
     for path, body in BODIES.items():
         for name in ("big", "org/small", own):
             answer = await ask(address, path, {**body, "model": name})
@@ -47,7 +47,7 @@ async def test_http_answers_have_the_requested_name(parts: Cluster) -> None:
 
 
 async def test_model_lists_have_every_name(parts: Cluster) -> None:
-    address, own = parts.routers[0].http_address, parts.routers[0]._model.name
+    address, own = parts.routers[0].http_address, parts.routers[0]._models.first.name
     listed = (await get(address, "/v1/models")).json["data"]
     assert [model["id"] for model in listed] == [own, "big", "org/small"]
     assert (await get(address, "/v1/models/org/small")).json == listed[2]
@@ -56,7 +56,7 @@ async def test_model_lists_have_every_name(parts: Cluster) -> None:
 
 
 async def test_grpc_and_kserve_accept_every_name(parts: Cluster) -> None:
-    own = parts.routers[0]._model.name
+    own = parts.routers[0]._models.first.name
     async with AsyncClient(parts.address) as client:
         assert await client.generate(f"{SAY}four<|im_end|>", model="big").text() == "four"
         with pytest.raises(UnknownModel):

@@ -33,8 +33,8 @@ async def test_higher_class_sheds_lower_class_of_any_router() -> None:
         await until(lambda: parts.routers[1]._leader_client.queued == 1)
         low.append(asyncio.create_task(refusal(one, "b")))
         await until(lambda: parts.routers[1]._leader_client.queued == 2)
-        lowest = parts.routers[1]._requests.queue_estimate
-        await until(lambda: parts.routers[1]._requests.queue_estimate is not lowest)
+        lowest = parts.routers[1]._requests.queue_estimates["fake"]
+        await until(lambda: parts.routers[1]._requests.queue_estimates["fake"] is not lowest)
         assert isinstance(await refusal(other, "c"), QueueFull)
         high = asyncio.create_task(refusal(other, "d", priority=1))
         shed = await low[1]

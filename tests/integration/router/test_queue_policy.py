@@ -51,7 +51,7 @@ async def test_queue_policy_holds_on_all_routers_and_next_leader() -> None:
         await until(lambda: all(router._leader_client.is_open for router in parts.routers))
         (leader,) = (router for router in parts.routers if router._leader.is_leading)
         assert leader._leader._leader_state is not None
-        assert leader._leader._leader_state._queue.class_floor == 0.2
+        assert leader._leader._leader_state.queue("fake")._queue.class_floor == 0.2
         timeouts = {"without": None, "late": 50.0, "soon": 30.0}
         tasks = [await submit(parts, name, timeout_s) for name, timeout_s in timeouts.items()]
         await until(lambda: all(router._leader_client.queued == 3 for router in parts.routers))

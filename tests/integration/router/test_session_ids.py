@@ -122,7 +122,7 @@ async def test_leader_learns_what_a_session_was_served(queued: bool) -> None:
             await parts.add_worker()
         assert [answer.status for answer in await asyncio.gather(*both)] == [200, 200]
         assert leader._leader._leader_state is not None
-        service = leader._leader._leader_state._attained_service
+        service = leader._leader._leader_state.queue("fake")._attained_service
         await until(lambda: service.attained(session_key("", "talk-7")) == 2 * (3 + 2 * 5))
 
 

@@ -55,7 +55,7 @@ async def serving(gateway: Gateway, requests: Counting) -> AsyncIterator[str]:
     """Serve the gateway; yield the address."""
     gateway.requests._model.max_model_len = NUM_TOKENS + 2
     server = grpc.aio.server()
-    inference = Inference(cast("Requests", requests), gateway.model, GRPC)
+    inference = Inference(cast("Requests", requests), gateway.models, GRPC)
     handlers = InferenceServer(inference, cast("Status", None)).handlers(OPEN)
     server.add_generic_rpc_handlers((handlers,))
     port = server.add_insecure_port("127.0.0.1:0")

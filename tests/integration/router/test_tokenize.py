@@ -106,7 +106,7 @@ class Patient(ByteTokenizer):
 
 async def test_long_prompt_tokenization_does_not_block_other_requests() -> None:
     async with cluster(workers=1) as parts, AsyncClient(parts.address) as client:
-        model = parts.routers[0]._model
+        model = parts.routers[0]._models.first
         model.tokenizer = patient = Patient()
         model.max_model_len = 10_000
         long = asyncio.create_task(client.generate("x" * 5000, max_tokens=1).text())

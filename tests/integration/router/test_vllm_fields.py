@@ -107,7 +107,7 @@ async def test_completion_returns_its_token_ids(prompt: Any, n: int) -> None:
         choices = (await complete(parts, **body))["choices"]
         chunks = await chunks_of(parts, "/v1/completions", body)
         plain = await complete(parts, **{**body, "return_token_ids": False})
-        decode = parts.routers[0]._model.tokenizer.decode
+        decode = parts.routers[0]._models.first.tokenizer.decode
     prompts = prompt if isinstance(prompt[0], str) and isinstance(prompt, list) else [prompt]
     ids = [[*each.encode()] if isinstance(each, str) else each for each in prompts]
     for choice in choices:
@@ -131,7 +131,7 @@ async def test_chat_returns_its_token_ids(tmp_path: Path) -> None:
         chunks = await chunks_of(parts, "/v1/chat/completions", body)
         prompt = await tokens(parts, messages=messages)
         plain = await complete(parts, messages=messages)
-        decode = parts.routers[0]._model.tokenizer.decode
+        decode = parts.routers[0]._models.first.tokenizer.decode
     assert answer["prompt_token_ids"] == prompt
     assert [it.get("prompt_token_ids") for it in chunks if "prompt_token_ids" in it] == [prompt] * 2
     for choice in answer["choices"]:
@@ -184,7 +184,7 @@ async def test_prompt_is_truncated_to_its_end(
     prompt = bytes(ids).decode() if is_text else ids
     body = {"max_tokens": 1, "return_token_ids": True, "prompt": prompt, **fields}
     async with cluster(workers=1) as parts:
-        assert parts.routers[0]._model.longest_sequence == 4096
+        assert parts.routers[0]._models.first.longest_sequence == 4096
         answer = await ask(parts.routers[0].http_address, "/v1/completions", body)
     if kept is None:
         assert (answer.status, answer.error) == (400, ("context_length_exceeded", "max_tokens"))

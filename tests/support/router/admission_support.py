@@ -8,7 +8,10 @@ from itertools import count
 
 from everlift.v1 import session_pb2 as pb
 from router.admission.fair_share import FairShare
+from router.admission.leader_state import LeaderState
+from router.admission.model_queue import ModelQueue, Placed
 from router.admission.placement import Placement
+from router.admission.placements import Placements
 from router.admission.policy import (
     EarliestDeadline,
     Fifo,
@@ -21,7 +24,6 @@ from router.admission.policy import (
     StarvationLimit,
 )
 from router.admission.request import Running, Waiting
-from router.admission.scheduler import LeaderState, Placed
 from router.admission.throughput import ThroughputEstimator, Work
 from router.admission.workers import Capacity, Load
 from router.config import RouterConfig
@@ -94,16 +96,17 @@ class Cluster:
     def __init__(
         self, config: RouterConfig = CONFIG, weight_of: Callable[[str], float] | None = None
     ) -> None:
-        self.placement = Placement(config)
+        placements = Placements(config)
+        self.placement = placements[""]
         self.slots: dict[str, list[str]] = {}
         self.leader_state = LeaderState(
             config,
             Rules.of(config),
-            self.placement,
+            placements,
             lambda worker: self.slots.get(worker, []),
             "",
             now=0.0,
-            fair_share=None if weight_of is None else FairShare(1.0, 2.0, weight_of),
+            fair_share=None if weight_of is None else lambda: FairShare(1.0, 2.0, weight_of),
         )
         self.leader_state.handover.set_live_gateways(())
         self._epochs = count(1)
@@ -118,6 +121,11 @@ class Cluster:
         self.placement.join(worker_id, capacity)
         self.placement.report(worker_id, load, now=0.0)
         self.placement.workers[worker_id].throughput = throughput or paced()
+
+    @property
+    def queue(self) -> ModelQueue:
+        """Queue of the only model."""
+        return self.leader_state.queue("")
 
     def connect(self, gateway: str = "g", now: float = 0.0) -> None:
         """Connect a gateway that has no requests."""

@@ -88,7 +88,7 @@ def chat_template(directory: Path, text: str, config: RouterConfig | None = None
     (directory / "tokenizer_config.json").write_text(
         '{"bos_token": {"content": "<s>"}, "eos_token": "</s>"}'
     )
-    template = ChatTemplate.load(directory, config=config or RouterConfig())
+    template = ChatTemplate.load(directory, config or RouterConfig())
     assert template is not None
     return template
 

@@ -68,7 +68,7 @@ class FakeCluster:
 
     links: list[Link] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
-    queue_estimate: session_pb2.QueueEstimate = field(default_factory=session_pb2.QueueEstimate)
+    queue_estimates: dict[str, session_pb2.QueueEstimate] = field(default_factory=dict)
     effective_settings: EffectiveSettings = field(default_factory=EffectiveSettings)
     ledger: inference_pb2.LedgerStatus = field(default_factory=inference_pb2.LedgerStatus)
     observed: dict[str, list[int]] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class FakeCluster:
         self.observed[LATENCIES[latency]] = list(cumulative)
 
     def snapshot(self) -> Snapshot:
-        identity = Identity("me", "model", has_chaos=False, has_access=False, has_template=False)
+        identity = Identity("me", ["model"], has_chaos=False, has_access=False, chats=[])
         return Snapshot(identity, *[self] * 7)  # type: ignore[arg-type]
 
 

@@ -23,6 +23,7 @@ from router.ledger.memory.memory import MemoryLedger
 from router.requests.manager import Requests
 from router.requests.observer import NO_OBSERVER, Observer
 from router.requests.request import LiveRequest, Phase
+from router.requests.served_models import ServedModels
 from router.requests.tokenizer import ServedModel
 
 Ledgers = TypeVar("Ledgers", bound=MemoryLedger)
@@ -36,9 +37,12 @@ class RecordedWorkers:
         self.aborted: list[tuple[int, tuple[int, ...]]] = []
         self.confirmed: list[int] = []
         self.reachable = True
-        self.is_any_up = True
+        self.has_worker = True
         self.decoding = session_pb2.TimeBreakdown()
         self.arithmetic = "fake"
+
+    def is_any_up(self, model: str) -> bool:
+        return self.has_worker
 
     def start(self, worker_id: str, starts: Sequence[session_pb2.Start]) -> bool:
         if self.reachable:
@@ -85,7 +89,6 @@ class RecordedLine:
     is_quiet = True
 
     def __init__(self) -> None:
-        self.queued = 0
         self.arriving: list[session_pb2.Waiting] = []
         self.enqueued: list[session_pb2.Waiting] = []
         self.withdrawn: list[str] = []
@@ -99,7 +102,7 @@ class RecordedLine:
         #: prompt tokens that some worker has cached
         self.cached = 0
 
-    def cached_tokens(self, chunks: Sequence[int], num_tokens: int) -> int:
+    def cached_tokens(self, model: str, chunks: Sequence[int], num_tokens: int) -> int:
         return self.cached
 
     def reserve(self, request: Callable[[float], session_pb2.Waiting]) -> Reservation | None:
@@ -115,13 +118,13 @@ class RecordedLine:
     def report_running(self, running: session_pb2.Running) -> None:
         self.residences.append(running)
 
-    def report_served(self, request_id: str, priority: int, tokens: int) -> None:
+    def report_served(self, request_id: str, model: str, priority: int, tokens: int) -> None:
         self.outputs[request_id, priority] += tokens
 
-    def report_finished(self, tpot_ratio: float) -> None:
+    def report_finished(self, model: str, tpot_ratio: float) -> None:
         self.tpot_ratios.append(tpot_ratio)
 
-    def report_session_output(self, session: int, tokens: int) -> None:
+    def report_session_output(self, model: str, session: int, tokens: int) -> None:
         self.session_outputs.append((session, tokens))
 
     def report_generation(self, generation: str) -> None:
@@ -144,11 +147,12 @@ class Gateway:
         self.workers = RecordedWorkers()
         self.line = RecordedLine()
         self.model = ServedModel.load("fake")
+        self.models = ServedModels([self.model])
         self.requests = Requests(
             config,
             name,
             ledger,
-            self.model,
+            self.models,
             self.workers,
             self.line,
             observer=observer,

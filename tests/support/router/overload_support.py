@@ -211,9 +211,9 @@ class VirtualCluster:
         self._leader.placement.expire(now)
         self.leader_state.update_estimates(now)
         self.leader_state.prune(now)
-        queue_estimate = self.leader_state.queue_estimate()
+        [queue_estimate] = self.leader_state.queue_estimates()
         for entrance in self._entrances:
-            entrance.queue_estimate = queue_estimate
+            entrance.queue_estimates[""] = queue_estimate
         self._place()
         self.clock.at(now + TICK_S, self._tick)
 
@@ -224,9 +224,10 @@ class VirtualCluster:
         self._asked[asked.name] = asked
         try:
             entrance = self._early_rejection(asked.name)
-            entrance.admit(asked.name, asked.priority, self.leader_state.queued, now)
+            entrance.admit(asked.name, "", asked.priority, now)
             entrance.check_in_time(
                 asked.name,
+                "",
                 asked.priority,
                 asked.ttft_target_s,
                 asked.deadline_s,
@@ -269,6 +270,7 @@ class VirtualCluster:
         name = refusal.waiting.request_id
         error = self._early_rejection(name).refuse(
             name,
+            "",
             refusal.slug,
             refusal.retry_after_s,
             self.clock.now,
@@ -324,7 +326,8 @@ class VirtualCluster:
         decode_s = now - asked.first_token
         ratio = measured_tpot_ratio(asked.predicted_tpot_s, decode_s, asked.output_tokens)
         message = pb.GatewayMessage(
-            withdraw=[asked.name], tpot_ratios=[] if ratio is None else [ratio]
+            withdraw=[asked.name],
+            tpot_ratios=[] if ratio is None else [pb.TpotRatio(ratio=ratio)],
         )
         self.leader_state.on_message("g", message, now)
 

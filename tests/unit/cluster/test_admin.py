@@ -25,6 +25,7 @@ from router.config import RouterConfig
 from router.leader.policy_store import RuntimePolicy
 from router.ledger.base import LoadReport
 from router.ledger.memory.memory import MemoryLedger
+from router.requests.served_models import ServedModels
 from router.requests.tokenizer import ServedModel
 from tests.support.ledger.ledgers import Clock
 from tests.support.router.restored_logging import restored_logging
@@ -119,9 +120,10 @@ async def router() -> AsyncIterator[Router]:
     ledger = FailingLedger(clock)
     model = ServedModel.load("fake")
     model.set_adapters(parse_adapters(["given=org/given"]))
-    runtime_policy = RuntimePolicy(CONFIG, ledger, (), (), [model])
+    models = ServedModels([model])
+    runtime_policy = RuntimePolicy(CONFIG, ledger, (), (), [models])
     links: Any = sessions
-    adapters = Adapters(model, runtime_policy, links)
+    adapters = Adapters(models, runtime_policy, links)
     admin = AdminServer(links, runtime_policy, ledger, lambda _: None, adapters)
     server.add_generic_rpc_handlers((admin.handlers(OPEN),))
     inference_pb2_grpc.add_InferenceServicer_to_server(status, server)
@@ -205,9 +207,9 @@ async def test_adapter_commands_load_list_and_unload(router: Router) -> None:
     for options, cause in (
         (("load", "sql=/etc"), "sql=/etc lies elsewhere"),
         (("load", "sql"), "NAME=SOURCE must be NAME=DIRECTORY"),
-        (("load", "given=/adapters/x"), "belongs to the model or to an adapter of the settings"),
-        (("load", "fake=/adapters/x"), "belongs to the model"),
-        (("unload", "given"), "is in the setting adapters: remove it there"),
+        (("load", "given=/adapters/x"), "belongs to a model or to an adapter of the settings"),
+        (("load", "fake=/adapters/x"), "belongs to a model"),
+        (("unload", "given"), "is in the settings of the cluster: remove it there"),
         (("unload", "none"), "no adapter 'none' is loaded"),
     ):
         assert cause in " ".join((await adapter(*options)).split())

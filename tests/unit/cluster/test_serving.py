@@ -35,7 +35,15 @@ ADDRESSES = ("address", "http_address", "metrics_address")
     ],
 )
 def test_up_describes_the_number_of_workers(config: Config, words: str) -> None:
-    assert workers(config) == words
+    assert workers(config.groups[0]) == words
+
+
+def test_up_describes_the_workers_of_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = ["model=fake", "models.a.model=org/a", "models.a.num_workers=2"]
+    monkeypatch.setattr(ProcessCluster, "addresses", ["127.0.0.1:5"])
+    config, said = load(None, {}, models), io.StringIO()
+    _welcome(config, ProcessCluster(config), SERVED, Console(file=said, width=200))
+    assert "serves fake with 1 worker, org/a with 2 workers; Ctrl-C" in said.getvalue()
 
 
 def test_up_without_a_home_directory_prints_the_address(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from cluster.config import Config
-from cluster.threads import cores_of_worker, rank_environment
+from cluster.config import Config, load
+from cluster.threads import cores_of_worker, rank_environment, threads_per_rank
 from worker.config import WorkerConfig
 
 PRELOAD, BLOCK_TIME = "LD_PRELOAD", "KMP_BLOCKTIME"
@@ -80,14 +81,40 @@ def test_vllm_binds_no_threads_without_its_libraries() -> None:
 def test_cores_of_workers_do_not_overlap(ranks: int, workers: int, cores: list[list[int]]) -> None:
     config = Config(num_workers=workers, worker=WorkerConfig(tensor_parallel=ranks))
     for worker, own in enumerate(cores):
-        assert [*cores_of_worker(config, range(8), worker)] == [*own]
+        assert [*cores_of(config, range(8), worker)] == [*own]
 
 
 def test_cores_of_worker_are_shared_if_threads_are_set() -> None:
     config = Config(worker=WorkerConfig(num_threads=2))
-    assert not cores_of_worker(config, range(8), 0)
+    assert not cores_of(config, range(8), 0)
 
 
 def test_cores_of_worker_are_shared_if_there_are_too_few() -> None:
     config = Config(num_workers=3)
-    assert [[*cores_of_worker(config, [5, 6], worker)] for worker in range(3)] == [[5], [6], []]
+    assert [[*cores_of(config, [5, 6], worker)] for worker in range(3)] == [[5], [6], []]
+
+
+def cores_of(config: Config, cores: Sequence[int], worker: int, group: int = 0) -> Sequence[int]:
+    groups = config.groups
+    return cores_of_worker(groups, groups[group], cores, worker)
+
+
+SMALL = {"models": {"small": {"model": "org/small", "num_workers": 2}}}
+
+
+def test_cores_are_divided_over_the_ranks_of_all_models() -> None:
+    config = load(None, {}, options={"worker": {"tensor_parallel": 2}, **SMALL})
+    big, small = config.groups
+    assert [threads_per_rank(config.groups, it, 13) for it in (big, small)] == [2, 2]
+    assert [*cores_of(config, range(13), 0)] == [0, 1, 2, 3]
+    found = [[*cores_of(config, range(13), worker, 1)] for worker in range(2)]
+    assert found == [[4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_threads_that_are_set_leave_the_others_fewer_cores() -> None:
+    own = {"models": {"small": SMALL["models"]["small"] | {"worker": {"num_threads": 3}}}}
+    config = load(None, {}, options=own)
+    big, small = config.groups
+    assert [threads_per_rank(config.groups, it, 8) for it in (big, small)] == [2, 3]
+    assert threads_per_rank(config.groups, big, 4) == 1
+    assert not cores_of(config, range(8), 0)

@@ -1,5 +1,6 @@
 """The loader of settings."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -36,6 +37,7 @@ class Config:
     ledger: Ledger = field(default_factory=Ledger)
     state_dir: Path = Path("/tmp")
     verbose: bool = False
+    pools: Mapping[str, Ledger] = field(default_factory=dict)
 
 
 def error(*layers: dict[str, object]) -> str:
@@ -216,3 +218,28 @@ def test_config_round_trips_through_plain_values() -> None:
         "threads": None,
     }
     assert load(Config, to_dict(config)) == config
+
+
+def test_named_sections_are_loaded_from_every_source() -> None:
+    flags = from_flags(Config, ["pools.a.url=x"])
+    variables = from_environment(Config, {"EVERLIFT_POOLS__B__DURABILITY": "memory"})
+    config = load(Config, flags, variables, {"pools": {"a": {"durability": "memory"}}})
+    assert config.pools == {"a": Ledger("x", "memory"), "b": Ledger(durability="memory")}
+    assert load(Config, to_dict(config)) == config
+
+
+def test_named_section_errors_have_the_full_path() -> None:
+    assert error({"pools": 3}) == "pools: must be a section of settings, not 3"
+    assert error({"pools": {"a": 3}}) == "pools.a: must be a section of settings, not 3"
+    assert error({"pools": {"a": {"url": 3}}}) == "pools.a.url: must be text, not 3"
+    unknown = "pools.a.urls: unknown key; did you mean pools.a.url?"
+    assert error({"pools": {"a": {"urls": "x"}}}) == flag_error("pools.a.urls=x") == unknown
+    assert flag_error("pools.a=x") == "pools.a: is a section; only its keys can be set"
+
+
+def test_copied_setting_is_not_reported_beside_its_original() -> None:
+    values = {"worker": {"model": "m", "share": "x"}, "pools": {"a": {"url": 3}}}
+    for copies, number in (({"pools.a.url": "worker.share"}, 1), ({"pools.a.url": "worker.x"}, 2)):
+        with pytest.raises(SettingsError) as caught:
+            load(Config, values, copies=copies)
+        assert len(str(caught.value).splitlines()) == number

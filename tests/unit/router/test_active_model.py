@@ -7,6 +7,7 @@ import pytest
 from everlift.errors import RouterStopping, UnknownModel
 from router.active import ActiveModel
 from router.ledger.memory.memory import MemoryLedger
+from router.requests.served_models import ServedModels
 from router.requests.tokenizer import ServedModel
 
 
@@ -18,8 +19,8 @@ class Connections:
         self.hang_ups += 1
 
 
-def served(*, is_active: bool) -> tuple[ServedModel, ActiveModel, Connections]:
-    model, connections = ServedModel.load("fake"), Connections()
+def served(*, is_active: bool) -> tuple[ServedModels, ActiveModel, Connections]:
+    model, connections = ServedModels([ServedModel.load("fake")]), Connections()
     model.is_active = is_active
     active = ActiveModel(MemoryLedger(lambda: 0.0), model, [connections])
     active.note(is_active, 100.0)
@@ -28,10 +29,10 @@ def served(*, is_active: bool) -> tuple[ServedModel, ActiveModel, Connections]:
 
 def test_model_without_a_replacement_rejects_other_models() -> None:
     model, _, connections = served(is_active=True)
-    model.check_requested("")
-    model.check_requested("fake")
+    model.requested("")
+    model.requested("fake")
     with pytest.raises(UnknownModel):
-        model.check_requested("other")
+        model.requested("other")
     assert connections.hang_ups == 0
 
 
@@ -40,11 +41,11 @@ def test_replaced_model_redirects_requests_for_the_other() -> None:
     active.note(False, 200.0)
     assert not model.is_active
     # Load balancers may still lead here: requests for this model are served.
-    model.check_requested("fake")
+    model.requested("fake")
     for moment in (200.0, 205.0, 500.0):
         active.note(False, moment)
         with pytest.raises(RouterStopping):
-            model.check_requested("other")
+            model.requested("other")
     assert connections.hang_ups == 4
 
 
@@ -55,8 +56,8 @@ def test_new_model_rejects_other_models_after_the_switch() -> None:
     assert model.is_active
     active.note(True, 209.0)
     with pytest.raises(RouterStopping):
-        model.check_requested("other")
+        model.requested("other")
     active.note(True, 210.0)
     with pytest.raises(UnknownModel):
-        model.check_requested("other")
+        model.requested("other")
     assert connections.hang_ups == 1

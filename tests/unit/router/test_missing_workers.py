@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from everlift.v1.session_pb2 import ClusterLoad, Scaling, WorkerDemand, WorkerStart
 from router.admission.demands import Demand, Demands
-from router.admission.scheduler import StartingWorkers
+from router.admission.starting_workers import StartingWorkers
 from router.ledger.base import LoadReport
 from router.missing_workers import missing_workers, unplaced
 
@@ -16,6 +17,10 @@ REPLICAS = "SERVE_REPLICA::everlift#worker#"
 NO_GPU = "no node with 1 GPU is free"
 PENDING = f"pending placement: {NO_GPU}"
 OTHERS = "not started (see worker-*.log)"
+
+
+def report(**models: ClusterLoad) -> LoadReport:
+    return LoadReport(ClusterLoad(models=models), 0.2)
 
 
 @pytest.mark.parametrize(
@@ -42,14 +47,24 @@ def test_missing_workers_reports_loading_and_unplaced_workers(
         unplaced_workers=pending,
         unplaced_cause=NO_GPU,
     )
-    assert missing_workers(LoadReport(load, 0.2)) == said
+    assert missing_workers(report(m=load)) == said
+    assert missing_workers(report(m=load), "m") == said
+    assert missing_workers(report(m=load), "other") == ""
 
 
 def test_missing_workers_is_empty_without_a_recent_report() -> None:
     assert missing_workers(None) == ""
-    assert missing_workers(LoadReport(ClusterLoad(workers=1), 0.2)) == ""
-    stale = LoadReport(ClusterLoad(workers=0, wanted_workers=2), 60.0)
+    assert missing_workers(report(m=ClusterLoad(workers=1))) == ""
+    stale = replace(report(m=ClusterLoad(workers=0, wanted_workers=2)), age_s=60.0)
     assert missing_workers(stale) == ""
+
+
+def test_missing_workers_names_models_if_there_are_several() -> None:
+    missing = ClusterLoad(workers=1, wanted_workers=2)
+    several = report(b=missing, a=missing, c=ClusterLoad(workers=1, wanted_workers=1))
+    said = f"1 of 2 ready; 1 {OTHERS}"
+    assert missing_workers(several) == f"a: {said}; b: {said}"
+    assert missing_workers(several, "b") == said
 
 
 def test_starting_workers_are_counted_until_started() -> None:

@@ -37,6 +37,7 @@ from router.api.openai.submissions import check_response_size
 from router.api.service import Inference, idempotency_key
 from router.chat.conversation import Conversation, Turn, num_text_characters
 from router.requests import tokenizer
+from router.requests.served_models import ServedModels
 from router.requests.timing import Journal
 from router.requests.tokenizer import ServedModel
 
@@ -74,14 +75,14 @@ class Responses:
         answering: Answering,
         inference: Inference,
         renderer: ChatRenderer,
-        model: ServedModel,
+        models: ServedModels,
         stored: StoredResponses,
         conversations: StoredConversations,
     ) -> None:
         self._answering = answering
         self._inference = inference
         self._renderer = renderer
-        self._model = model
+        self._models = models
         self._stored = stored
         self._conversations = conversations
 
@@ -136,7 +137,7 @@ class Responses:
         message.clamp_max_tokens = True
         if (num_logprobs := fields.num_logprobs) is not None:
             message.sampling.logprobs = num_logprobs
-            check_response_size(message, self._model.longest_sequence)
+            check_response_size(message, rendered.model.longest_sequence)
         session_id = earlier.session_id or f"resp-{secrets.token_hex(8)}"
         name = self._answering.set_session(call, name, generation, [message], session_id)
         record = Record.of(fields, await self._created_at(call, name), earlier.names)
@@ -144,7 +145,7 @@ class Responses:
             message.attachment = record.to_bytes(rendered.images)
         parser = rendered.parser(name, 0, is_constrained=message.sampling.HasField("grammar"))
         vocabulary = self._answering.vocabulary(message)
-        answer = ResponseAnswer(name, self._model.name, record, parser, vocabulary)
+        answer = ResponseAnswer(name, rendered.model.name, record, parser, vocabulary)
         return _Prepared(name, generation, message, answer)
 
     async def _created_at(self, call: Call, name: str) -> int:
@@ -171,10 +172,10 @@ class Responses:
 
     async def input_tokens(self, call: Call) -> Response:
         fields = await call.fields(InputTokensFields)
-        self._model.check_requested(fields.model or "")
+        model = self._models.requested(fields.model or "")
         earlier = await self._earlier(call, fields)
         conversation = await _conversation(fields, earlier.turns)
-        ids = await self._renderer.token_ids(conversation)
+        ids = await self._renderer.token_ids(model, conversation)
         return JsonResponse({"object": "response.input_tokens", "input_tokens": len(ids)})
 
     async def retrieve(self, call: Call) -> ASGIApp:
@@ -252,12 +253,13 @@ class Responses:
         return _Earlier(turns, conversation_id, (), None if is_known else conversation)
 
     async def _render(self, fields: InputTokensFields, earlier: Sequence[Turn]) -> RenderedChat:
+        model = self._models.requested(fields.model or "")
         conversation = await _conversation(fields, earlier)
         if fields.truncation != "auto":
-            return await self._renderer.render(conversation)
-        return await self._truncated(conversation)
+            return await self._renderer.render(model, conversation)
+        return await self._truncated(model, conversation)
 
-    async def _truncated(self, conversation: Conversation) -> RenderedChat:
+    async def _truncated(self, model: ServedModel, conversation: Conversation) -> RenderedChat:
         """Return the prompt without the oldest turns, so that it fits into the context.
 
         System messages stay, and so does everything from the last turn of the user on. Raises
@@ -269,26 +271,28 @@ class Responses:
         while low <= high:
             middle = (low + high) // 2
             shorter = _without(conversation, starts[middle - 1] if middle else 0)
-            if (rendered := await self._rendered_if_fits(shorter)) is not None:
+            if (rendered := await self._rendered_if_fits(model, shorter)) is not None:
                 best, high = rendered, middle - 1
             else:
                 low = middle + 1
         if best is None:
             raise PromptTooLong(
                 "the last turn alone is longer than the context of "
-                f"{self._model.longest_sequence} tokens",
+                f"{model.longest_sequence} tokens",
                 field="input",
             )
         return best
 
-    async def _rendered_if_fits(self, conversation: Conversation) -> RenderedChat | None:
+    async def _rendered_if_fits(
+        self, model: ServedModel, conversation: Conversation
+    ) -> RenderedChat | None:
         """Return the prompt of a conversation; None if the context has no room for an output."""
         try:
-            rendered = await self._renderer.render(conversation)
+            rendered = await self._renderer.render(model, conversation)
             num_tokens = await self._renderer.count_tokens(rendered)
         except PromptTooLong:
             return None
-        return rendered if num_tokens < self._model.longest_sequence else None
+        return rendered if num_tokens < model.longest_sequence else None
 
 
 async def _conversation(fields: InputTokensFields, earlier: Sequence[Turn]) -> Conversation:

@@ -19,7 +19,7 @@ from router.auth.caller import Caller
 from router.chat.conversation import Turn
 from router.ledger.entry import State
 from router.requests.request import LiveRequest
-from router.requests.tokenizer import ServedModel
+from router.requests.served_models import ServedModels
 
 PREFIX = "resp_"
 #: Maximum number of earlier responses that a response continues.
@@ -91,10 +91,10 @@ class StoredResponse:
 class StoredResponses:
     """Reader of stored responses."""
 
-    def __init__(self, inference: Inference, renderer: ChatRenderer, model: ServedModel) -> None:
+    def __init__(self, inference: Inference, renderer: ChatRenderer, models: ServedModels) -> None:
         self._inference = inference
         self._renderer = renderer
-        self._model = model
+        self._models = models
 
     async def get(self, caller: Caller, response_id: str) -> StoredResponse:
         """Return a response. Raises UnknownRequest if there is none, and LedgerUnavailable."""
@@ -131,12 +131,13 @@ class StoredResponses:
     def answer(self, live: LiveRequest, record: Record, after: int = FROM_START) -> ResponseAnswer:
         """Return a writer of a stored response whose events begin after the number ``after``."""
         request, name = live.request, strip_tenant(live.request.request_id)
-        shown = self._model.tokenizer.with_special_tokens()
+        model = self._models.of(request)
+        shown = model.tokenizer.with_special_tokens()
         tail = shown.decode(request.prompt_ids[-_PROMPT_TAIL:])
-        rendered = self._renderer.rendered(tail, tool_use(record.prompt_fields))
+        rendered = self._renderer.rendered(model, tail, tool_use(record.prompt_fields))
         is_constrained = request.sampling.grammar is not None
         parser = rendered.parser(name, 0, is_constrained=is_constrained)
-        vocabulary: Vocabulary = shown if request.keep_special_tokens else self._model.tokenizer
+        vocabulary: Vocabulary = shown if request.keep_special_tokens else model.tokenizer
         return ResponseAnswer(name, request.model, record, parser, vocabulary, after)
 
     async def chain(self, caller: Caller, response_id: str) -> list[StoredResponse]:

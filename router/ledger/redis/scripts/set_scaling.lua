@@ -1,5 +1,6 @@
--- Stores the decisions of the autoscaler.
--- ARGV: Scaling
+-- Stores the decisions of a model's autoscaler.
+-- ARGV: model, Scaling
 
-redis.call('HSET', ROOT .. 'scaling', 'scaling', ARGV[1], 'moment', digits(now()))
+local model, scaling = unpack(ARGV)
+redis.call('HSET', ROOT .. 'scaling', 'scaling ' .. model, scaling, 'moment ' .. model, digits(now()))
 return {'ok'}

@@ -1,8 +1,8 @@
 -- Adds a worker to the worker table, replacing any other worker at its address. An empty WorkerInfo
 -- removes the worker from the table.
--- ARGV: worker id, WorkerInfo or '', address
+-- ARGV: worker id, WorkerInfo or '', address, model
 
-local worker, info, address = unpack(ARGV)
+local worker, info, address, model = unpack(ARGV)
 
 local function drop(id)
     redis.call('HDEL', ROOT .. 'workers', id)
@@ -16,7 +16,7 @@ local function put()
     end
     redis.call('HSET', ROOT .. 'workers', worker, info)
     redis.call('HSET', ROOT .. 'worker_addresses', worker, address)
-    redis.call('SET', ROOT .. 'last_worker', info)
+    redis.call('HSET', ROOT .. 'last_workers', model, info)
 end
 
 if (redis.call('HGET', ROOT .. 'workers', worker) or '') ~= info then

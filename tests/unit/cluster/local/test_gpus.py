@@ -15,7 +15,13 @@ import pytest
 
 from cluster.config import DEMO_MODEL, Config, load
 from cluster.local import gpus, process
-from cluster.local.gpus import VISIBLE, count_gpus, gpus_of_ranks, visible_gpus
+from cluster.local.gpus import (
+    VISIBLE,
+    count_gpus,
+    gpus_of_ranks,
+    ranks_with_gpus,
+    visible_gpus,
+)
 from cluster.local.launch import Launch, RankLaunch
 from cluster.local.processes import ProcessCluster
 from worker.config import WorkerConfig
@@ -24,6 +30,11 @@ from worker.config import WorkerConfig
 def config(num_workers: int = 1, tensor_parallel: int = 1, *settings: str) -> Config:
     sizes = [f"num_workers={num_workers}", f"worker.tensor_parallel={tensor_parallel}"]
     return load(None, {}, [f"model={DEMO_MODEL}", *sizes, *settings])
+
+
+def gpus_of(config: Config, gpus: list[str], worker: int = 0, group: int = 0) -> list[str]:
+    groups = config.groups
+    return gpus_of_ranks(groups, groups[group], gpus, worker)
 
 
 class Nvml:
@@ -66,15 +77,27 @@ def test_gpus_are_assigned_to_ranks_in_order(
     workers: int, ranks: int, gpus: list[str], expected: list[list[str]]
 ) -> None:
     this = config(workers, ranks)
-    assert [gpus_of_ranks(this, gpus, worker) for worker in range(workers)] == expected
+    assert [gpus_of(this, gpus, worker) for worker in range(workers)] == expected
 
 
 def test_gpus_of_vllm_all_belong_to_its_only_rank() -> None:
     this = config(2, 2, "worker.engine=vllm")
     gpus = ["0", "1", "2"]
-    assert [gpus_of_ranks(this, gpus, worker) for worker in range(2)] == [["0,1"], ["2,0"]]
-    assert gpus_of_ranks(config(1, 4, "worker.engine=vllm"), ["0", "1"]) == ["0,1"]
-    assert gpus_of_ranks(this, ["0"]) == [""]
+    assert [gpus_of(this, gpus, worker) for worker in range(2)] == [["0,1"], ["2,0"]]
+    assert gpus_of(config(1, 4, "worker.engine=vllm"), ["0", "1"]) == ["0,1"]
+    assert gpus_of(this, ["0"]) == [""]
+
+
+def test_gpus_are_divided_over_the_workers_of_all_models() -> None:
+    models = ["models.a.model=org/a", "models.a.num_workers=2", "models.a.worker.device=cuda"]
+    cpus = ["models.b.model=org/b", "models.b.worker.device=cpu", "models.c.model=org/c"]
+    this, gpus = config(2, 1, *models, *cpus), ["0", "1", "2", "3", "4"]
+    found = [gpus_of(this, gpus, worker, group) for group in (0, 1) for worker in (0, 1)]
+    assert found == [["0"], ["1"], ["2"], ["3"]]
+    assert gpus_of(this, gpus, 0, 2) == [""]
+    assert gpus_of(this, gpus, 0, 3) == ["4"]
+    assert ranks_with_gpus(this.groups) == 5
+    assert visible_gpus(config(1, 1, "worker.device=cpu", *models).groups, {VISIBLE: "0"}) == ["0"]
 
 
 @pytest.mark.parametrize(
@@ -87,22 +110,22 @@ def test_gpus_of_vllm_all_belong_to_its_only_rank() -> None:
     ],
 )
 def test_visible_gpus_follow_cuda_visible_devices(visible: str, expected: list[str]) -> None:
-    assert visible_gpus(config(), {VISIBLE: visible}) == expected
+    assert visible_gpus(config().groups, {VISIBLE: visible}) == expected
 
 
 def test_visible_gpus_default_to_those_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Nvml(True, True, True))
-    assert visible_gpus(config(), {}) == ["0", "1", "2"]
+    assert visible_gpus(config().groups, {}) == ["0", "1", "2"]
 
 
 def test_visible_gpus_are_empty_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "_NVML", "libnowhere.so.1")
-    assert visible_gpus(config(), {}) == []
+    assert visible_gpus(config().groups, {}) == []
 
 
 @pytest.mark.parametrize("setting", ["worker.device=cpu", "model=fake"])
 def test_visible_gpus_are_empty_for_cpu_and_fake_models(setting: str) -> None:
-    assert visible_gpus(config(1, 1, setting), {VISIBLE: "0,1"}) == []
+    assert visible_gpus(config(1, 1, setting).groups, {VISIBLE: "0,1"}) == []
 
 
 @pytest.mark.parametrize(
@@ -157,9 +180,10 @@ class Noting:
 async def test_worker_launches_each_rank_with_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, launcher = ProcessCluster(config(2, 2)), Noting()
     monkeypatch.setattr(cluster, "_gpus", ["0", "1", "2", "3"])
-    monkeypatch.setattr(cluster, "_ranks", lambda worker: launcher)
+    monkeypatch.setattr(cluster, "_ranks", lambda group, index: launcher)
+    [group] = cluster.config.groups
     for index in range(2):
-        await cluster._worker(index).start()
+        await cluster._worker(group, index).start()
     told = [(launch.name, launch.gpu) for launch in launcher.launches]
     assert told == [("worker-0", "0"), ("worker-0.1", "1"), ("worker-1", "2"), ("worker-1.1", "3")]
 

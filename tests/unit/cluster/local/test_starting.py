@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cluster.local.start_reporter import StartReporter
 from everlift.transport import GRPC
 from everlift.v1 import session_pb2, session_pb2_grpc
-from router.admission.scheduler import StartingWorkers
+from router.admission.starting_workers import StartingWorkers
 
 Context = grpc.aio.ServicerContext[Any, Any]
 HEARD = st.tuples(st.sampled_from("abc"), st.sampled_from([0.0, 1.0, 5.0]), st.floats(0.0, 3.0))
@@ -62,9 +62,9 @@ async def serving() -> AsyncIterator[tuple[Router, str]]:
 
 async def test_announcer_repeats_until_a_router_has_the_ready_worker() -> None:
     async with serving() as (router, address):
-        async with StartReporter(["127.0.0.1:1", address], GRPC) as start_reporter:
+        async with StartReporter("m", ["127.0.0.1:1", address], GRPC) as start_reporter:
             first, again = router.heard.get_nowait(), await router.heard.get()
-            assert first.name == again.name and first.seconds > 1.0
+            assert first.name == again.name and first.seconds > 1.0 and first.model == "m"
             assert again.elapsed_s > first.elapsed_s >= 0.0
             await start_reporter.end()
             over = router.heard.get_nowait()
@@ -75,10 +75,10 @@ async def test_announcer_repeats_until_a_router_has_the_ready_worker() -> None:
 async def test_failed_start_is_withdrawn_if_a_router_listens() -> None:
     async with serving() as (router, address):
         try:
-            async with StartReporter([address], GRPC):
+            async with StartReporter("m", [address], GRPC):
                 raise ValueError
         except ValueError:
             pass
         assert [router.heard.get_nowait().seconds > 0 for _ in range(2)] == [True, False]
-    async with StartReporter(["127.0.0.1:1"], GRPC):
+    async with StartReporter("m", ["127.0.0.1:1"], GRPC):
         pass

@@ -151,9 +151,9 @@ def test_long_output_is_refused_even_with_an_empty_queue() -> None:
 
 def test_queue_estimate_learns_from_reported_tpot_ratios() -> None:
     some = learned()
-    before = some.leader_state.queue_estimate().least_tpot_s
-    some.hear(pb.GatewayMessage(tpot_ratios=[0.4] * 100))
-    assert some.leader_state.queue_estimate().least_tpot_s == pytest.approx(before / 2, rel=0.1)
+    before = some.queue.queue_estimate().least_tpot_s
+    some.hear(pb.GatewayMessage(tpot_ratios=[pb.TpotRatio(ratio=0.4)] * 100))
+    assert some.queue.queue_estimate().least_tpot_s == pytest.approx(before / 2, rel=0.1)
 
 
 def test_refusal_retry_after_is_when_queue_is_short_enough() -> None:
@@ -198,11 +198,11 @@ def test_deadline_check_accepts_if_throughput_is_unknown() -> None:
 
 def test_queue_estimate_reports_wait_and_work_by_class() -> None:
     some = cluster()
-    assert some.leader_state.queue_estimate() == pb.QueueEstimate(tokens_per_s=100.0)
+    assert some.queue.queue_estimate() == pb.QueueEstimate(tokens_per_s=100.0)
     come(some, "a", priority=1, predicted_tokens=100)
     come(some, "b", priority=-1, predicted_tokens=100)
     some.leader_state.update_estimates(0.2)
-    queue_estimate = some.leader_state.queue_estimate()
+    queue_estimate = some.queue.queue_estimate()
     assert queue_estimate.lowest == -1
     waits = [(it.priority, it.wait_s, it.work_tokens) for it in queue_estimate.waits]
     assert waits == [(1, pytest.approx(1.6), 200), (-1, pytest.approx(3.2), 400)]

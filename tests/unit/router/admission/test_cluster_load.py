@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from everlift.v1 import session_pb2 as pb
-from router.admission.scheduler import cluster_load
 from router.admission.workers import Capacity, Load
 from tests.support.router.admission_support import Cluster, paced
 
 
 def say(cluster: Cluster, ledger_now: float = 0.0) -> pb.ClusterLoad:
     """The leader's clock is a hundred seconds behind."""
-    workers = cluster.placement.workers.values()
-    return cluster_load(7, cluster.leader_state, workers, ledger_now - 100.0, ledger_now)
+    return cluster.queue.load(ledger_now - 100.0, ledger_now)
 
 
 def test_cluster_load_is_empty_without_workers_or_requests() -> None:
-    assert say(Cluster()) == pb.ClusterLoad(term=7, wait_s=0.0)
+    assert say(Cluster()) == pb.ClusterLoad(wait_s=0.0)
 
 
 def test_cluster_load_reports_queued_tokens_and_longest_wait() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from random import Random
 
 import pytest
@@ -23,7 +24,7 @@ BUSY = QueueEstimate(tokens_per_s=100.0, waits=[ClassWait(work_tokens=1000)])
 def entrance(queue_estimate: QueueEstimate = BUSY, **settings: object) -> EarlyRejection:
     config = RouterConfig(**{"max_queued": 10, "retry_burst": 2, **settings})
     made = EarlyRejection(config, Random(1))
-    made.queue_estimate = queue_estimate
+    made.queue_estimates["m"] = queue_estimate
     return made
 
 
@@ -38,8 +39,11 @@ def admit(
 ) -> EverliftError | None:
     """Why it may not come in."""
     try:
-        entrance.admit(name, priority, queued, now)
-        entrance.check_in_time(name, priority, *wanted, least_tokens, now)
+        estimate = copy(entrance.queue_estimates["m"])
+        estimate.queued = queued
+        entrance.queue_estimates["m"] = estimate
+        entrance.admit(name, "m", priority, now)
+        entrance.check_in_time(name, "m", priority, *wanted, least_tokens, now)
     except EverliftError as error:
         return error
     return None
@@ -129,11 +133,11 @@ def test_early_rejection_reports_length_of_late_output() -> None:
 
 def test_leader_refusals_carry_retry_after() -> None:
     door = entrance()
-    error = door.refuse("a", "shed", None, now=0.0)
+    error = door.refuse("a", "m", "shed", None, now=0.0)
     assert isinstance(error, Shed) and 5.0 <= retry_after(error) <= 25.0
-    late = door.refuse("b", "deadline_unmeetable", 7.0, now=0.0)
+    late = door.refuse("b", "m", "deadline_unmeetable", 7.0, now=0.0)
     assert 7.0 <= retry_after(late) <= 25.0
-    too_long = door.refuse("c", "deadline_unmeetable", 0.0, now=0.0, least_tokens=20)
+    too_long = door.refuse("c", "m", "deadline_unmeetable", 0.0, now=0.0, least_tokens=20)
     assert "20 tokens at least" in str(too_long)
 
 

@@ -149,9 +149,9 @@ def test_evicted_request_is_spared_until_recomputed() -> None:
     cluster.enqueue("high", priority=1, ttft_deadline=10.0)
     assert victims(cluster, now=9.9) == ["d"]
     cluster.leader_state.prune(now=11.0)
-    assert "d" in cluster.leader_state._spared
+    assert "d" in cluster.queue._spared
     cluster.leader_state.prune(now=12.0)
-    assert not cluster.leader_state._spared
+    assert not cluster.queue._spared
 
 
 def test_evicted_request_is_spared_for_a_minimum_time() -> None:
@@ -159,9 +159,9 @@ def test_evicted_request_is_spared_for_a_minimum_time() -> None:
     cluster.enqueue("high", priority=1, ttft_deadline=10.0)
     assert victims(cluster, now=9.9) == ["d"]
     cluster.leader_state.prune(now=4.9)
-    assert "d" in cluster.leader_state._spared
+    assert "d" in cluster.queue._spared
     cluster.leader_state.prune(now=5.0)
-    assert not cluster.leader_state._spared
+    assert not cluster.queue._spared
 
 
 def test_eviction_chooses_the_least_recomputation() -> None:
@@ -182,7 +182,7 @@ def test_eviction_for_higher_class_works_on_lower_class_turn() -> None:
     (before,) = cluster.leader_state.place(0.0, 9.0, 1, lambda: 77)
     assert before.waiting.request_id == "before"
     cluster.enqueue("high", priority=1, ttft_deadline=10.0)
-    turn = cluster.leader_state._queue.peek(9.6)
+    turn = cluster.queue._queue.peek(9.6)
     assert turn is not None and turn.request_id == "low"
     assert victims(cluster, now=9.6)
     assert cluster.leader_state.queued == 1

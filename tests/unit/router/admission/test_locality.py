@@ -59,7 +59,7 @@ class Warm(Cluster):
         self.placement.report(worker_id, Load(number, work=Work(step=number), **load), now)
 
     def is_parked(self, request_id: str) -> bool:
-        return self.leader_state._queue.is_parked(request_id)
+        return self.queue._queue.is_parked(request_id)
 
     def set_departures(self, warm_per_s: float, cold_per_s: float) -> None:
         self.placement.workers["warm"].departures = departing(warm_per_s)
@@ -118,9 +118,10 @@ def test_dispatch_charges_what_its_worker_has_not_cached(
         cluster.ask("t/a", **known)
         [placed] = state.place(0.0, 0.0, 1, lambda: 9)
     assert placed.worker_id == ("warm" if is_warm else "cold")
-    assert state._fair_share is not None
-    assert state._fair_share.counters(0).counter_of("t") == computed
-    assert state._attained_service.attained(session) == computed * CONFIG.prompt_token_weight
+    queue = cluster.queue
+    assert queue._fair_share is not None
+    assert queue._fair_share.counters(0).counter_of("t") == computed
+    assert queue._attained_service.attained(session) == computed * CONFIG.prompt_token_weight
 
 
 def test_dispatch_reports_wait_saving_and_computing_time() -> None:
@@ -379,7 +380,7 @@ def test_total_wait_never_exceeds_saving(seed: int, num: int) -> None:
         now += step_s
         for name in filter(cluster.is_parked, names):
             waited[name] += step_s
-            parked = cluster.leader_state._parking.get(name)
+            parked = cluster.queue._parking.get(name)
             assert parked is not None
             savings.setdefault(name, parked.wait.saved_s)
         cluster.report("warm", now, num_running=rng.choice((3, 4, 4, 4)))
@@ -409,7 +410,7 @@ def test_wait_costs_at_most_twice_the_clairvoyant(
 
     cluster, free = cluster_of(4), cluster_of(3).placement
     cluster.ask("a")
-    waiting = cluster.leader_state._queue._queued["a"].waiting
+    waiting = cluster.queue._queue._queued["a"].waiting
     costs_s = {}
     for worker_id in ("warm", "cold"):
         choice = free.take(worker_id, waiting)
@@ -417,7 +418,7 @@ def test_wait_costs_at_most_twice_the_clairvoyant(
         costs_s[worker_id] = choice.cost_s
     if cluster.place_at(0.0):
         return
-    parked = cluster.leader_state._parking.get("a")
+    parked = cluster.queue._parking.get("a")
     assert parked is not None
     now = min(busy_s, parked.wait.until)
     if busy_s < parked.wait.until:
@@ -436,15 +437,15 @@ def test_credit_is_never_idle_after_a_wait_has_ended(seed: int, num: int) -> Non
     names = [f"r{number}" for number in range(num)]
     for name in names:
         cluster.ask(name)
-    now, state = 0.0, cluster.leader_state
+    now, queue = 0.0, cluster.queue
     left: set[str] = set()
     for _ in range(60):
         for worker in cluster.placement.workers.values():
             worker.departures = departing(rng.choice((0.1, 1.0, 10.0)))
         left |= {name for name, _ in cluster.place_at(now)}
         for name in set(names) - left:
-            waiting = state._queue._queued[name].waiting
-            parked = state._parking.get(name)
+            waiting = queue._queue._queued[name].waiting
+            parked = queue._parking.get(name)
             if parked is None:
                 assert cluster.placement.choose(waiting) is None
             else:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from router.admission.model_queue import ModelQueue
 from router.admission.parking import Parking
 from router.admission.prefix_index import PrefixIndex
-from router.admission.scheduler import LeaderState
 from tests.unit.router.admission import test_locality, test_prefix_index
 
 
@@ -30,7 +30,7 @@ from tests.unit.router.admission import test_locality, test_prefix_index
             id="no expiry, in any history",
         ),
         pytest.param(
-            LeaderState,
+            ModelQueue,
             "_place_parked",
             lambda self, now, ledger_now, limit, make_epoch: [],
             test_locality.test_credit_is_never_idle_after_a_wait_has_ended,

@@ -181,7 +181,7 @@ def test_growth_promise_ends_when_request_leaves_worker() -> None:
         else:
             cluster.leader_state.disconnect("g")
         cluster.leader_state.prune(now=2.2)
-        assert not len(cluster.leader_state._output_reservations)
+        assert not len(cluster.queue._output_reservations)
 
 
 def test_growth_promise_expires_if_request_never_arrives() -> None:
@@ -189,9 +189,9 @@ def test_growth_promise_expires_if_request_never_arrives() -> None:
     assert cluster.moves()
     cluster.leader_state.disconnect("g")
     cluster.leader_state.prune(now=1.9)
-    assert len(cluster.leader_state._output_reservations)
+    assert len(cluster.queue._output_reservations)
     cluster.leader_state.prune(now=2.0)
-    assert not len(cluster.leader_state._output_reservations)
+    assert not len(cluster.queue._output_reservations)
 
 
 def test_move_estimate_includes_blocks_of_requests_ahead() -> None:

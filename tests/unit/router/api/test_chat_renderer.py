@@ -10,8 +10,10 @@ from router.api.chat_renderer import RenderedChat
 from router.chat.deltas import Reasoning
 from router.chat.parsers.registry import Formats
 from router.chat.tools import ToolUse
+from router.requests.tokenizer import ServedModel
 from tests.support.router.chat_support import TOOLS, plain, told
 
+MODEL = ServedModel.load("fake")
 THOUGHT = "<think>\nHm.\n</think>\n\nYes."
 CALL = '<tool_call>{"name": "search", "arguments": {}}</tool_call>'
 CHANNELS = (
@@ -24,7 +26,7 @@ def conversation(
 ) -> RenderedChat:
     formats = Formats.of(tool_format, reasoning, "")
     use = ToolUse.of(tools, choice, True)
-    return RenderedChat(prompt, use.grammar(formats.tools), use, formats)
+    return RenderedChat(MODEL, prompt, use.grammar(formats.tools), use, formats)
 
 
 @pytest.mark.parametrize(

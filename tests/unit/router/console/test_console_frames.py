@@ -99,8 +99,10 @@ def test_revoked_rights_end_with_the_next_frame() -> None:
 
 def test_queue_is_shown_by_class_and_by_visible_tenant() -> None:
     cluster = FakeCluster(queued=5)
-    cluster.queue_estimate.waits.add(priority=1, wait_s=0.5)
-    cluster.queue_estimate.waits.add(priority=0, wait_s=0.0)
+    for model, wait_s in (("a", 0.5), ("b", 0.4)):
+        estimate = cluster.queue_estimates[model] = session_pb2.QueueEstimate()
+        estimate.waits.add(priority=1, wait_s=wait_s)
+        estimate.waits.add(priority=0, wait_s=0.0)
     snapshot = cluster.snapshot()
     snapshot.load = report(
         queued=5,

@@ -23,7 +23,7 @@ class Looked:
         self._wall_s = wall_s
         self.spent_s = 0.0
         self.num_looks = 0
-        self.load = self.scaling = None
+        self.load, self.scaling = None, []
 
     def update(self, now: float) -> Mapping[str, Any]:
         self.num_looks += 1

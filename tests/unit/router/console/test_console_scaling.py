@@ -10,18 +10,19 @@ from router.ledger.base import ScalingReport
 
 
 def report(age_s: float, *changes: ScalingChange) -> ScalingReport:
-    scaling = Scaling(workers=3, max_workers=8, need=2.46, wait_s=4.12, reason="enough")
+    scaling = Scaling(workers=3, max_workers=8, need=2.46, wait_s=4.12, reason="enough", model="m")
     scaling.changes.extend(changes)
     return ScalingReport(scaling, age_s)
 
 
 def told(age_s: float, *changes: ScalingChange) -> Any:
-    return described(report(age_s, *changes), now=1000.0)
+    return next(iter(described([report(age_s, *changes)], now=1000.0)), None)
 
 
 def test_scaling_section_has_target_reason_and_changes() -> None:
     change = ScalingChange(ago_s=19.0, before=1, workers=3, reason="requests would wait 7.0 s")
     assert told(1.0, change) == {
+        "model": "m",
         "late_s": None,
         "workers": 3,
         "max_workers": 8,
@@ -38,4 +39,4 @@ def test_silent_autoscaler_is_late_and_gone_after_an_hour() -> None:
 
 
 def test_scaling_section_is_absent_without_a_report() -> None:
-    assert described(None, now=1000.0) is None
+    assert described([], now=1000.0) == []

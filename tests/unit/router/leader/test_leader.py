@@ -187,7 +187,7 @@ async def test_leader_sends_queue_estimate_to_gateways(leader: Leader) -> None:
     gateway = Gateway(leader, "g")
     gateway.enqueue("a", priority=3)
     waits = [session_pb2.ClassWait(priority=3, work_tokens=3)]
-    queue_estimate = session_pb2.QueueEstimate(lowest=3, waits=waits)
+    queue_estimate = session_pb2.QueueEstimate(lowest=3, waits=waits, queued=1)
     await until(lambda: queue_estimate in [it for m in gateway.heard for it in m.queue_estimates])
 
 
@@ -601,7 +601,7 @@ async def test_wait_for_a_prefix_ends_without_any_message(
     gateway.say(enqueue=[waiting])
     state = leader._leader_state
     assert state is not None
-    await until(lambda: state._queue.num_parked == 1)
+    await until(lambda: state.queue("")._queue.num_parked == 1)
     await until(lambda: gateway.told("dispatched") == ["r"])
     [message] = [it for message in gateway.heard for it in message.dispatched]
     assert message.worker_id == "cold"
@@ -660,7 +660,8 @@ async def test_leader_applies_rules_while_leading(leader: Leader) -> None:
     leader.apply_rules(rules("deadline", 3))
     leader_state = leader._leader_state
     assert leader_state is not None
-    await until(lambda: leader_state._queue.peek().request_id == "b")
+    queue = leader_state.queue("")
+    await until(lambda: queue._queue.peek().request_id == "b")
     for request_id in ("c", "d"):
         gateway.enqueue(request_id)
     await until(lambda: gateway.told("refusals") == ["d"])
@@ -668,7 +669,7 @@ async def test_leader_applies_rules_while_leading(leader: Leader) -> None:
 
 async def test_tpot_target_is_passed_to_placement_at_once(leader: Leader) -> None:
     leader.apply_rules(replace(rules("fifo"), tpot_target=0.05))
-    assert leader._placement.tpot_target == 0.05
+    assert leader._placements[""].tpot_target == 0.05
 
 
 async def test_new_leader_starts_with_the_current_rules(ledger: FlakyLedger) -> None:
@@ -676,7 +677,7 @@ async def test_new_leader_starts_with_the_current_rules(ledger: FlakyLedger) -> 
     leader.apply_rules(rules("deadline"))
     run = asyncio.create_task(leader.run())
     await until(lambda: leader.is_leading)
-    assert leader._leader_state is not None and leader._leader_state._order == policy_of(
+    assert leader._leader_state is not None and leader._leader_state.queue("")._order == policy_of(
         "deadline", CONFIG
     )
     run.cancel()
@@ -690,7 +691,9 @@ async def test_last_of_consecutive_rule_changes_holds(
     gateway = Gateway(leader, "g")
     leader.apply_rules(rules("deadline", 1000))
     await until(
-        lambda: leader._leader_state and leader._leader_state._bounds.rules.max_queued == 1000
+        lambda: (
+            leader._leader_state and leader._leader_state.queue("")._bounds.rules.max_queued == 1000
+        )
     )
     leader.apply_rules(rules("fifo", 1000))
     for number in range(100):
@@ -700,9 +703,10 @@ async def test_last_of_consecutive_rule_changes_holds(
     leader.apply_rules(rules("fifo", 999))
     leader_state = leader._leader_state
     assert leader_state is not None
-    await until(lambda: leader_state._bounds.rules.max_queued == 999)
-    await until(lambda: leader_state._order == policy_of("fifo", CONFIG))
-    assert leader_state._queue.peek().request_id == "r0"
+    queue = leader_state.queue("")
+    await until(lambda: queue._bounds.rules.max_queued == 999)
+    await until(lambda: queue._order == policy_of("fifo", CONFIG))
+    assert queue._queue.peek().request_id == "r0"
 
 
 # turns of tenants
@@ -721,7 +725,7 @@ async def leading(ledger: FlakyLedger, name: str) -> AsyncIterator[Leader]:
 
 async def counters(ledger: FlakyLedger) -> dict[str, float]:
     report = await ledger.load()
-    return {it.tenant: it.counter for it in report.load.services} if report else {}
+    return {it.tenant: it.counter for it in report.load.models[""].services} if report else {}
 
 
 async def test_next_leader_recalls_tenant_service_counters(ledger: FlakyLedger) -> None:

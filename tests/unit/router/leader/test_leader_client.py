@@ -219,13 +219,13 @@ async def test_client_reports_tpot_ratio_once_with_next_message(
     receive = leader.receive
 
     def heard(name: str, message: pb.GatewayMessage) -> None:
-        told.extend(message.tpot_ratios)
+        told.extend(it.ratio for it in message.tpot_ratios)
         receive(name, message)
 
     monkeypatch.setattr(leader, "receive", heard)
     await until(lambda: leader_state(leader) == (3, 1))
     for ratio, name in ((0.5, "g-0"), (2.0, "g-1")):
-        gateway.line.report_finished(ratio)
+        gateway.line.report_finished("m", ratio)
         gateway.line.withdraw(name)
         await until(lambda: told[-1:] == [ratio])  # noqa: B023
     assert told == [0.5, 2.0]
@@ -238,7 +238,7 @@ async def test_client_reports_worker_demand_to_each_new_leader(
     receive = leader.receive
 
     def heard(name: str, message: pb.GatewayMessage) -> None:
-        told.extend([message.demand.workers] if message.HasField("demand") else [])
+        told.extend(demand.workers for demand in message.demands)
         receive(name, message)
 
     monkeypatch.setattr(leader, "receive", heard)
@@ -267,13 +267,13 @@ async def test_client_reports_session_outputs_once(leader: Leader, gateway: Gate
     await until(lambda: leader_state(leader) == (3, 1))
     line = gateway.line
     for tokens in (3, 4):
-        line.report_session_output(7, tokens)
+        line.report_session_output("m", 7, tokens)
     await until(lambda: told == [(7, 3), (7, 4)])
     await line.close()
-    line.report_session_output(8, 5)
+    line.report_session_output("m", 8, 5)
     await line.follow("g", "here:1")
     await until(lambda: leader_state(leader) == (3, 1))
-    line.report_session_output(9, 6)
+    line.report_session_output("m", 9, 6)
     await until(lambda: told == [(7, 3), (7, 4), (9, 6)])
 
 
@@ -290,14 +290,14 @@ async def test_client_reports_served_tokens_once_across_leaders(
     leader.receive = heard  # type: ignore[method-assign]
     await until(lambda: leader_state(leader) == (3, 1))
     line = gateway.line
-    line.report_served("acme/r", 0, 3)
-    line.report_served("acme/s", 0, 4)
-    line.report_served("acme/t", 1, 5)
-    line.report_served("nobodys", 0, 6)
+    line.report_served("acme/r", "m", 0, 3)
+    line.report_served("acme/s", "m", 0, 4)
+    line.report_served("acme/t", "m", 1, 5)
+    line.report_served("nobodys", "m", 0, 6)
     line.flush_served()
     await until(lambda: sorted(told) == [("acme", 0, 7), ("acme", 1, 5)])
     await line.close()
-    line.report_served("other/r", 0, 8)
+    line.report_served("other/r", "m", 0, 8)
     line.flush_served()
     await line.follow("g", "here:1")
     await until(lambda: ("other", 0, 8) in told)

@@ -17,7 +17,7 @@ def counted(instruments: Instruments, name: str) -> dict[str, float]:
 def test_tenant_counters_sum_prompts_and_hits() -> None:
     instruments = Instruments()
     for priority, cached in ((0, 0), (1, 64)):
-        instruments.of_class(priority).prefix_looked_up("acme", 100, cached)
+        instruments.of_class("m", priority).prefix_looked_up("acme", 100, cached)
     assert counted(instruments, PROMPTS) == {"acme": 200}
     assert counted(instruments, HITS) == {"acme": 64}
 

@@ -592,7 +592,7 @@ async def test_min_tokens_delay_stop_strings(gateway: Gateway) -> None:
 async def test_logprobs_beyond_gateway_capacity_are_rejected(
     gateway: Gateway, asked: str, n: int, prompt: int, max_tokens: int
 ) -> None:
-    gateway.requests._model.max_model_len = 20_000
+    gateway.model.max_model_len = 20_000
     fields = {"n": n, "text": "x" * prompt}
     sampling = pb.Sampling(**{asked: 20})  # type: ignore[arg-type]
     with pytest.raises(OutOfRange, match="are too many"):

@@ -34,7 +34,7 @@ async def ledger() -> MemoryLedger:
 @pytest.fixture
 async def inference(ledger: MemoryLedger) -> AsyncIterator[Inference]:
     gateway = Gateway(ledger)
-    yield Inference(gateway.requests, gateway.model, GRPC)
+    yield Inference(gateway.requests, gateway.models, GRPC)
     await gateway.requests.stop(0.0)
 
 

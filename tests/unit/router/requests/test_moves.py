@@ -113,6 +113,7 @@ async def test_preemption_and_resume_are_reported_to_leader_once(gateway: Gatewa
     [running] = gateway.line.residences
     assert running == session_pb2.Running(
         request_id="r",
+        model="fake",
         worker_id="w",
         epoch=epoch,
         priority=-2,

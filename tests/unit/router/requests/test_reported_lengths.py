@@ -47,7 +47,7 @@ async def gateway() -> AsyncIterator[Gateway]:
 
 
 async def test_prediction_is_made_once_and_reported_consistently(gateway: Gateway) -> None:
-    gateway.requests.predictor.load(model())
+    gateway.requests.predictors["fake"].load(model())
     for number in range(20):
         text = "Write an essay about tea, thorough and complete." if number % 2 else "Yes or no?"
         await gateway.submit(text=text, request_id=str(number), stop=["\x00"], max_tokens=3000)
@@ -71,11 +71,11 @@ async def test_work_rank_without_a_model_depends_on_the_prompt(gateway: Gateway)
 async def test_distrusted_prediction_has_length_but_no_order(
     gateway: Gateway,
 ) -> None:
-    gateway.requests.predictor.load(model())
-    trust = gateway.requests.predictor.trust
+    gateway.requests.predictors["fake"].load(model())
+    trust = gateway.requests.predictors["fake"].trust
     assert trust is not None
     trust.is_trusted = False
-    gateway.requests.on_queue_estimate(session_pb2.QueueEstimate(tokens_per_s=10.0))
+    gateway.requests.on_queue_estimate(session_pb2.QueueEstimate(model="fake", tokens_per_s=10.0))
     for name in "ab":
         live = await gateway.submit(request_id=name, stop=["\x00"], max_tokens=3000)
     told = gateway.line.enqueued[-1]
@@ -90,7 +90,7 @@ async def test_distrusted_prediction_has_length_but_no_order(
 
 async def test_submit_rejects_output_that_cannot_meet_its_deadline(ledger: MemoryLedger) -> None:
     gateway = Gateway(ledger, config=replace(CONFIG, refuse_late=True))
-    gateway.requests.on_queue_estimate(session_pb2.QueueEstimate(least_tpot_s=0.02))
+    gateway.requests.on_queue_estimate(session_pb2.QueueEstimate(model="fake", least_tpot_s=0.02))
     with pytest.raises(DeadlineUnmeetable, match="output \\(101 tokens at least\\)") as error:
         await gateway.submit(max_tokens=101, timeout_s=1.9)
     assert 0.5 <= (error.value.retry_after_s or 0.0) <= 2.5
@@ -160,7 +160,9 @@ async def test_session_output_is_reported_when_a_request_ends(gateway: Gateway) 
 
 async def test_estimated_wait_follows_the_leaders_estimate(gateway: Gateway) -> None:
     waits = [session_pb2.ClassWait(priority=0, work_tokens=40)]
-    gateway.requests.on_queue_estimate(session_pb2.QueueEstimate(waits=waits, tokens_per_s=10.0))
+    gateway.requests.on_queue_estimate(
+        session_pb2.QueueEstimate(model="fake", waits=waits, tokens_per_s=10.0)
+    )
     for number in range(2):
         await gateway.submit(request_id=str(number))
     first, second = gateway.line.enqueued
@@ -172,8 +174,8 @@ async def test_estimated_wait_follows_the_leaders_estimate(gateway: Gateway) -> 
 async def test_predictor_learns_only_finished_outputs(
     gateway: Gateway,
 ) -> None:
-    gateway.requests.predictor.load(model())
-    trust = gateway.requests.predictor.trust
+    gateway.requests.predictors["fake"].load(model())
+    trust = gateway.requests.predictors["fake"].trust
     assert trust is not None
     await gateway.submit(request_id="cancelled", stop=["\x00"])
     await gateway.requests.cancel("cancelled")
@@ -188,7 +190,7 @@ async def test_deadline_cutoff_is_learned_as_a_lower_bound(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted: list[int] = []
-    predictor = gateway.requests.predictor
+    predictor = gateway.requests.predictors["fake"]
     monkeypatch.setattr(predictor, "note_cut_off", lambda _, num_tokens: noted.append(num_tokens))
     live = await gateway.submit(0.05, stop=["\x00"], max_tokens=99)
     gateway.make(await gateway.dispatch(), 0, "12345")

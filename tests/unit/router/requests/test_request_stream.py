@@ -260,7 +260,7 @@ async def test_local_stream_continues_at_the_new_owner(
     """Offsets and digests are those of the tokens that were taken, not of all that came."""
     async with started_gateway() as gateway:
         ledger = gateway.ledger
-        inference = Inference(gateway.requests, gateway.model, None)  # type: ignore[arg-type]
+        inference = Inference(gateway.requests, gateway.models, None)  # type: ignore[arg-type]
         live = await gateway.submit()
         epoch = await gateway.dispatch()
         gateway.make(epoch, 0, "ab")

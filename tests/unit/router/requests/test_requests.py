@@ -55,7 +55,13 @@ def _told(slug: str, retry_after_s: float | None = None) -> session_pb2.Refusal:
 
 FULL = _told(QueueFull.slug)
 #: A minute of work or more is queued.
-BUSY = session_pb2.QueueEstimate(tokens_per_s=10.0, waits=[session_pb2.ClassWait(work_tokens=1000)])
+BUSY = session_pb2.QueueEstimate(
+    model="fake", tokens_per_s=10.0, waits=[session_pb2.ClassWait(work_tokens=1000)]
+)
+
+
+def queue_of(queued: int, **fields: Any) -> session_pb2.QueueEstimate:
+    return session_pb2.QueueEstimate(model="fake", queued=queued, **fields)
 
 
 @pytest.fixture
@@ -224,7 +230,7 @@ async def test_failures_of_a_live_worker_count_by_its_reports(gateway: Gateway) 
 
 async def without_workers(ledger: MemoryLedger, **settings: float) -> Gateway:
     gateway = Gateway(ledger, config=replace(CONFIG, **settings))
-    gateway.workers.is_any_up = False
+    gateway.workers.has_worker = False
     return gateway
 
 
@@ -233,7 +239,7 @@ async def test_request_fails_after_worker_wait_without_a_worker(
 ) -> None:
     gateway = await without_workers(ledger, worker_wait=0.05)
     live = await gateway.submit()
-    with pytest.raises(NoWorker, match=r"no worker was connected for 0\.05 s"):
+    with pytest.raises(NoWorker, match=r"no worker of the model 'fake' was connected for 0\.05 s"):
         await gateway.read(live)
     assert (await gateway.stored())[0] is State.FAILED
     assert gateway.line.withdrawn == ["r"]
@@ -244,7 +250,7 @@ async def test_worker_wait_ends_when_a_worker_connects(
 ) -> None:
     gateway = await without_workers(ledger, worker_wait=0.05)
     before = await gateway.submit()
-    gateway.requests.attempts.worker_up()
+    gateway.requests.attempts.worker_up("fake")
     after = await gateway.submit(request_id="later")
     await asyncio.sleep(0.15)
     assert not before.is_ending and not after.is_ending
@@ -254,14 +260,14 @@ async def test_worker_wait_begins_when_the_last_worker_is_lost(
     ledger: MemoryLedger,
 ) -> None:
     gateway = await without_workers(ledger, worker_wait=0.1)
-    gateway.requests.attempts.worker_up()
+    gateway.requests.attempts.worker_up("fake")
     running, waiting = await gateway.submit(), await gateway.submit(request_id="waits")
     await gateway.dispatch()
-    gateway.workers.is_any_up = True
+    gateway.workers.has_worker = True
     gateway.requests.attempts.worker_lost("another")
     await asyncio.sleep(0.2)
     assert not running.is_ending and not waiting.is_ending
-    gateway.workers.is_any_up = False
+    gateway.workers.has_worker = False
     gateway.requests.attempts.worker_lost("w")
     for live in (running, waiting):
         with pytest.raises(NoWorker):
@@ -611,10 +617,10 @@ async def test_append_answer_applies_only_to_its_own_request(
 async def test_full_queue_rejects_and_leaves_no_entry(
     gateway: Gateway,
 ) -> None:
-    gateway.line.queued = CONFIG.max_queued
+    gateway.requests.on_queue_estimate(queue_of(CONFIG.max_queued))
     with pytest.raises(QueueFull):
         await gateway.submit()
-    gateway.line.queued = 0
+    gateway.requests.on_queue_estimate(queue_of(0))
     live = await gateway.submit()
     gateway.requests.refused(FULL)
     with pytest.raises(QueueFull):
@@ -628,8 +634,8 @@ async def test_accepted_request_is_not_rejected_when_resent(
 ) -> None:
     """Here, long after its end, or to another gateway, though the queue is full."""
     other = Gateway(gateway.ledger, "other")
-    other.line.queued = CONFIG.max_queued
-    other.requests.on_queue_estimate(BUSY)
+    busy = queue_of(CONFIG.max_queued, tokens_per_s=10.0, waits=BUSY.waits)
+    other.requests.on_queue_estimate(busy)
     await gateway.submit()
     with pytest.raises(Elsewhere):
         await other.submit()
@@ -682,8 +688,7 @@ async def test_early_retry_is_refused_before_any_check(
 
 
 async def test_higher_class_passes_a_full_queue(gateway: Gateway) -> None:
-    gateway.line.queued = CONFIG.max_queued
-    gateway.requests.on_queue_estimate(session_pb2.QueueEstimate(lowest=0))
+    gateway.requests.on_queue_estimate(queue_of(CONFIG.max_queued, lowest=0))
     with pytest.raises(QueueFull):
         await gateway.submit()
     assert await gateway.submit(request_id="high", priority=1)
@@ -877,7 +882,7 @@ async def test_generate_reports_moved_if_owner_forgot_the_request(
         yield
 
     other = Gateway(ledger, "other")
-    inference = Inference(other.requests, other.model, None)  # type: ignore[arg-type]
+    inference = Inference(other.requests, other.models, None)  # type: ignore[arg-type]
     monkeypatch.setattr(inference._relay, "attach", unknown)
     message = pb.GenerateRequest(text="hi", request_id="r", max_tokens=8)
     opened = await inference.generate(ANYONE, message, {}, Journal(now()))
@@ -1019,7 +1024,7 @@ async def test_started_request_fails_under_other_weights(
     """A router that began anew may hear of its workers only after it took the request over."""
     for is_known_at_once in (True, False):
         gone = Gateway(ledger, "gone")
-        gone.requests._model.fingerprint = "old"
+        gone.model.fingerprint = "old"
         live = await gone.submit()
         if has_begun:
             run = asyncio.create_task(gone.requests.attempts.run())
@@ -1029,9 +1034,9 @@ async def test_started_request_fails_under_other_weights(
         heir = Gateway(ledger, "heir")
         heir.epochs = iter(range(7, 9))
         if is_known_at_once:
-            heir.requests._model.fingerprint = "new"
+            heir.model.fingerprint = "new"
         adopted = await heir.requests._takeover.take_over("r")
-        heir.requests._model.fingerprint = "new"
+        heir.model.fingerprint = "new"
         if not adopted.is_over:
             await heir.dispatch()
         if has_begun:

@@ -78,6 +78,7 @@ async def test_reserved_request_starts_without_queueing(gateway: Gateway) -> Non
     [told] = gateway.line.arriving
     assert told == session_pb2.Waiting(
         request_id="r",
+        model="fake",
         arrived=1000.0,
         prompt_tokens=2,
         max_tokens=8,

@@ -225,14 +225,14 @@ async def test_adapter_of_transformers_modules_is_refused(tmp_path: Path) -> Non
     [
         ({"adapters": ["a=/x"], "model": "fake"}, "^adapters need a model; the model 'fake' has"),
         ({"adapters": ["a=/x", "a=/y"], "worker": VLLM}, "^adapters names 'a' twice"),
-        ({"adapters": ["demo_model=/x"], "worker": VLLM}, "'demo_model', which is a name of the"),
+        ({"adapters": ["demo_model=/x"], "worker": VLLM}, "'demo_model', which model has too"),
         (
             {
                 "adapters": ["gpt=/x"],
                 "router": {"served_model_names": ["gpt"]},
                 "worker": VLLM,
             },
-            "'gpt', which is a name of the model",
+            "'gpt', which router.served_model_names has too",
         ),
         ({"adapters": ["a"], "worker": VLLM}, "^adapters must be NAME=DIRECTORY"),
         ({"worker": {"adapters": ["a=/x"]}}, "adapters must be set for the whole cluster"),
@@ -250,5 +250,5 @@ def test_setting_adapters_reaches_router_and_worker(
     config = load(Config, {"adapters": ["a=x/y@v1", "b=./z"], "worker": VLLM})
     expected = ("a=x/y@v1", f"b={tmp_path}/z")
     assert config.adapters == config.router.adapters == config.worker.adapters == expected
-    changed = config.with_adapters(("a=x/y@v2",))
+    changed = config.with_sources("", "", ("a=x/y@v2",))
     assert changed.router.adapters == changed.worker.adapters == ("a=x/y@v2",)

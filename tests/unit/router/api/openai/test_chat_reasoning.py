@@ -27,6 +27,7 @@ from router.chat.parsers.think import ThinkParser
 from router.chat.tools import ToolUse
 from router.config import RouterConfig
 from router.requests.request import Choice, Output
+from router.requests.served_models import ServedModels
 from router.requests.tokenizer import ServedModel
 from tests.support.worker.vocabularies import BYTE_LEVEL
 
@@ -63,9 +64,9 @@ class Generated:
 async def answered(
     monkeypatch: pytest.MonkeyPatch, formats: Formats, tokens: Sequence[int], **fields: Any
 ) -> Any:
-    rendered = RenderedChat("hi", None, ToolUse.of(None, None, True), formats)
+    rendered = RenderedChat(MODEL, "hi", None, ToolUse.of(None, None, True), formats)
 
-    async def render(conversation: Conversation) -> RenderedChat:
+    async def render(model: ServedModel, conversation: Conversation) -> RenderedChat:
         return rendered
 
     async def submit(inference: Any, caller: Any, messages: Any, *rest: Any) -> Generated:
@@ -75,7 +76,7 @@ async def answered(
     call: Any = SimpleNamespace(headers={}, response_headers={}, arrived_at=0.0, caller=None)
     renderer: Any = SimpleNamespace(render=render)
     inference: Any = SimpleNamespace(count_rejected=lambda error: None)
-    handler = Answering(RouterConfig(), inference, MODEL, renderer)
+    handler = Answering(RouterConfig(), inference, ServedModels([MODEL]), renderer)
     messages = [{"role": "user", "content": "hi"}]
     read = parse(ChatFields, {"messages": messages, **fields})
     response: Any = await handler._chat(call, "r", read)

@@ -1,7 +1,7 @@
-"""State and decisions of a leader during one term. Pure.
+"""Queue of one model at the leader, and the decisions about its requests. Pure.
 
-The state is empty at the election. The live routers, which are called gateways in this role, then
-report their requests (the handover). The view of the workers is kept in ``Placement``.
+A queue exists for one term of the leader (``LeaderState``). The view of the workers is kept in
+``Placement``. A gateway is a router in its role towards the leader.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from everlift.v1 import session_pb2
 from router.admission.attained_service import AttainedService
 from router.admission.demands import Demands
 from router.admission.fair_share import FairShare
-from router.admission.handover import Generations, QueueHandover
+from router.admission.handover import QueueHandover
 from router.admission.load_shedding import Bounds, Refusal
 from router.admission.parking import Parked, Parking, Wait
 from router.admission.placement import Choice, Placement, Waited
@@ -30,43 +30,10 @@ from router.admission.preemption import (
 )
 from router.admission.queue import AdmissionQueue
 from router.admission.request import Key, Ordered, Running, RunningTable, Waiting
+from router.admission.starting_workers import StartingWorkers
 from router.admission.wait_estimate import WaitEstimator
 from router.admission.wait_stats import bypassed
-from router.admission.workers import WorkerView
 from router.config import RouterConfig
-
-
-class StartingWorkers:
-    """Workers that are starting, as routers report; ``now`` is the leader's clock in seconds."""
-
-    def __init__(self) -> None:
-        #: by name of the start: when its report expires, and when the start began; in order of
-        #: the reports
-        self._until: dict[str, tuple[float, float]] = {}
-
-    def update(self, starts: Iterable[session_pb2.WorkerStart], now: float) -> None:
-        """Record reports of starting workers, and drop expired ones.
-
-        A report expires after its field ``seconds``; 0 means that the worker's start has ended.
-        """
-        for start in starts:
-            self._until.pop(start.name, None)
-            if start.seconds > 0.0:
-                self._until[start.name] = now + start.seconds, now - start.elapsed_s
-        while self._until:
-            name, (until, _) = next(iter(self._until.items()))
-            if until > now:
-                break
-            del self._until[name]
-
-    def count(self, now: float) -> int:
-        """Return the number of workers that are starting. O(starts)."""
-        return sum(until > now for until, _ in self._until.values())
-
-    def longest_s(self, now: float) -> float:
-        """Return the seconds since the oldest present start began; 0 if none. O(starts)."""
-        return max((now - since for until, since in self._until.values() if until > now), default=0)
-
 
 #: Seconds for which a request that was moved or evicted is neither moved nor evicted again.
 _SPARED_S = 5.0
@@ -113,12 +80,12 @@ class Placed:
         return 0 if self.queue_wait is None else bypassed(self.queue_wait)
 
 
-class LeaderState:
-    """State of the leader; ``now`` is the router's clock, ``ledger_now`` the ledger's, in seconds.
+class ModelQueue:
+    """Queued and running requests of one model during one term of the leader.
 
-    ``occupants`` returns the ids of the requests that have a slot at a worker. ``generation`` names
-    the present run of the ledger's servers. ``fair_share`` is None if tenants are not
-    distinguished. ``gateway`` is the id of a router.
+    ``now`` is the router's clock and ``ledger_now`` the ledger's, in seconds. ``occupants`` returns
+    the ids of the requests that have a slot at a worker. ``handover`` is that of the whole term.
+    ``fair_share`` is None if tenants are not distinguished. ``gateway`` is the id of a router.
     """
 
     def __init__(
@@ -127,8 +94,7 @@ class LeaderState:
         rules: Rules,
         placement: Placement,
         occupants: Callable[[str], Collection[str]],
-        generation: str,
-        now: float,
+        handover: QueueHandover,
         fair_share: FairShare | None = None,
     ) -> None:
         self._order, self._fair_share_enabled = rules.order, rules.fair_share
@@ -151,16 +117,12 @@ class LeaderState:
         self._evictions = Evictions(self._running, occupants, config.max_pending_prefill)
         #: by request id: time until which the request is neither moved nor evicted
         self._spared: dict[str, float] = {}
+        self._handover = handover
         self.starts = StartingWorkers()
         self.demands = Demands()
-        # After two heartbeats every gateway has asked twice which router leads.
-        self.handover = QueueHandover(now, timeout_s=2 * config.heartbeat)
-        self.generations = Generations(generation, now, timeout_s=config.lease)
         #: predicted tokens to compute for all requests that arrived during this leader's term,
         #: except those in the class of batches
         self.offered_tokens = 0
-        #: True once the previous term's tenant counters are restored, or if there are none
-        self.has_restored_counters = fair_share is None
 
     @property
     def queued(self) -> int:
@@ -228,18 +190,14 @@ class LeaderState:
             finally:
                 self._may_park = True
             self._order, self._fair_share_enabled = rules.order, rules.fair_share
-            self.handover.complete_all()
+            self._handover.complete_all()
 
     # service of tenants
 
     def restore_counters(self, services: Iterable[session_pb2.TenantService]) -> None:
-        """Restore the tenants' token counters from the previous leader's report.
-
-        Only the first call has an effect.
-        """
-        if self._fair_share is not None and not self.has_restored_counters:
+        """Restore the tenants' token counters from the previous leader's report."""
+        if self._fair_share is not None:
             self._fair_share.restore_counters(services)
-        self.has_restored_counters = True
 
     def services(self) -> list[session_pb2.TenantService]:
         return self._fair_share.report() if self._fair_share is not None else []
@@ -252,56 +210,22 @@ class LeaderState:
         """
         return self._fair_share.gap if self._fair_share is not None else 0.0
 
-    # gateways
-
-    def connect(self, gateway: str, now: float) -> None:
-        self.handover.connect(gateway, now)
-        self.generations.connect(gateway, now)
+    # reports of gateways
 
     def disconnect(self, gateway: str) -> None:
-        self.handover.disconnect(gateway)
-        self.generations.disconnect(gateway)
+        """Remove the requests of a gateway that is no longer connected."""
         self._queue.withdraw_gateway(gateway)
         self._parking.keep(self._queue.is_parked)
         self._running.remove_gateway(gateway)
         self.demands.disconnect(gateway)
 
-    def on_message(
-        self, gateway: str, message: session_pb2.GatewayMessage, now: float
-    ) -> MessageEffects:
-        effects = MessageEffects([], [], [])
-        if message.order not in ("", self._order.place_name):
-            # The gateway reports in another order, so that its unreported requests may precede
-            # reported ones. Waiting for its marker is therefore useless.
-            self.handover.complete(gateway)
-        for reported in message.enqueue:
-            waiting = Waiting.from_proto(gateway, reported)
-            self.handover.on_waiting(gateway, self._key(waiting), now)
-            self._enqueue(waiting, reported.accepted, now, effects)
-        for request_id in message.withdraw:
-            self._withdraw(gateway, request_id, now, effects)
-        for running in message.running:
-            if self._queue.withdraw(running.request_id, gateway):
-                self._parking.remove(running.request_id)
-            self._running.add(Running.from_proto(gateway, running))
-        if message.is_complete:
-            self.handover.complete(gateway)
-        if message.generation:
-            self.generations.note_resync(gateway, message.generation, now)
-        if self._fair_share is not None:
-            self._fair_share.charge_outputs(message.served)
-        self._attained_service.charge_outputs(message.session_outputs, now)
-        for ratio in message.tpot_ratios:
-            self._waits.least_tpot_ratio.note(ratio)
-        self.starts.update(message.starts, now)
-        if message.HasField("demand"):
-            self.demands.update(gateway, message.demand)
-        return effects
-
-    def _enqueue(
+    def enqueue(
         self, waiting: Waiting, accepted: bool, now: float, effects: MessageEffects
     ) -> None:
-        # A request that was accepted once is never refused, however full the queue is.
+        """Queue a request, or refuse it; one that was accepted once is never refused.
+
+        ``effects`` receives the requests that are refused or replaced.
+        """
         is_new = not accepted and waiting.request_id not in self._queue
         waiting = self._bounds.predict(waiting)
         if is_new:
@@ -322,7 +246,11 @@ class LeaderState:
         if replaced is not None and replaced.gateway != waiting.gateway:
             effects.replaced.append(replaced)
 
-    def _withdraw(self, gateway: str, request_id: str, now: float, effects: MessageEffects) -> None:
+    def withdraw(self, gateway: str, request_id: str, now: float, effects: MessageEffects) -> None:
+        """Remove a request of ``gateway``, queued or running, if it is here.
+
+        ``effects`` receives a queued one.
+        """
         waiting = self._queue.get(request_id, gateway)
         if waiting is not None:
             queue_wait = self._queue_wait(waiting, now)
@@ -334,6 +262,25 @@ class LeaderState:
         running = self._running.get(request_id)
         if running is not None and running.gateway == gateway:
             self._running.remove(request_id)
+
+    def add_running(self, running: Running) -> None:
+        """Record that a worker has a request, which therefore is not queued."""
+        if self._queue.withdraw(running.request_id, running.gateway):
+            self._parking.remove(running.request_id)
+        self._running.add(running)
+
+    def charge_served(self, served: Iterable[session_pb2.ServedTokens]) -> None:
+        """Count output tokens that tenants were served."""
+        if self._fair_share is not None:
+            self._fair_share.charge_outputs(served)
+
+    def charge_sessions(self, outputs: Iterable[session_pb2.SessionOutput], now: float) -> None:
+        """Count the output tokens of requests of sessions that have ended."""
+        self._attained_service.charge_outputs(outputs, now)
+
+    def note_tpot_ratio(self, ratio: float) -> None:
+        """Record the measured time per output token of a request over the predicted one."""
+        self._waits.least_tpot_ratio.note(ratio)
 
     # overload
 
@@ -369,6 +316,46 @@ class LeaderState:
             lowest=self._queue.backlog.lowest,
             waits=waits,
         )
+
+    def load(self, now: float, ledger_now: float) -> session_pb2.ClusterLoad:
+        """Return the load of the model's workers and queue, for the report to the ledger.
+
+        Draining workers are left out. O(workers + tenants).
+        """
+        staying = [worker for worker in self._placement.workers.values() if worker.is_open]
+        rates = [
+            worker.throughput.full_rate
+            for worker in staying
+            if worker.throughput.full_rate is not None
+        ]
+        load = session_pb2.ClusterLoad(
+            workers=len(staying),
+            queued=self.queued,
+            queued_tokens=self.queued_tokens,
+            batch_tokens=self.batch_tokens,
+            waited_s=self.waited_s(now, ledger_now),
+            running=sum(worker.load.num_running + worker.num_ahead for worker in staying),
+            slots=sum(worker.slots for worker in staying),
+            blocks_used=sum(worker.load.blocks_used for worker in staying),
+            blocks_total=sum(worker.capacity.num_blocks for worker in staying),
+            offered_tokens=self.offered_tokens,
+            worker_rate=fmean(rates) if rates else 0.0,
+            services=self.services(),
+            service_gap=self.service_gap,
+            wait_s=self.wait_s,
+            class_queues=self.class_queues(),
+            tenant_queues=self.tenant_queues(),
+            ray_clusters=Counter(
+                it.capacity.ray_cluster for it in staying if it.capacity.ray_cluster
+            ),
+            starting_workers=self.starts.count(now),
+            starting_s=self.starts.longest_s(now),
+        )
+        demand = self.demands.total(now)
+        if demand.workers is not None:
+            load.wanted_workers = demand.workers
+        load.unplaced_workers, load.unplaced_cause = demand.unplaced, demand.cause
+        return load
 
     # decisions
 
@@ -477,10 +464,10 @@ class LeaderState:
         During a handover requests are ordered by their sort keys alone: credit of classes and fair
         shares are ignored.
         """
-        if self.handover.is_complete(now):
+        if self._handover.is_complete(now):
             return self._queue.peek(ledger_now)
         head = self._queue.peek()
-        allowed = head is not None and self.handover.allows(self._key(head), now)
+        allowed = head is not None and self._handover.allows(self._key(head), now)
         return head if allowed else None
 
     def _place(
@@ -532,7 +519,7 @@ class LeaderState:
         The caller must later confirm or cancel the reservation.
         """
         others = len(self._queue) > self._queue.num_parked or self._running.has_preempted
-        if others or not self.handover.allows(self._key(waiting), now):
+        if others or not self._handover.allows(self._key(waiting), now):
             return None
         choice = self._placement.choose(waiting)
         if choice is None or self._wait_for(waiting, choice, Waited(), now):
@@ -564,7 +551,7 @@ class LeaderState:
 
         Reserves capacity for the requests at these workers. O(preempted requests x workers).
         """
-        is_fair = self._is_fair and self.handover.is_complete(now)
+        is_fair = self._is_fair and self._handover.is_complete(now)
         head = self._queue.peek_highest(ledger_now) if is_fair else self._queue.peek()
         candidates = self._move_policy.candidates(
             self._running.preempted(), head, self._fair_key if is_fair else self._key
@@ -573,7 +560,7 @@ class LeaderState:
         workers = self._placement.workers
         reserved = self._output_reservations.blocks(workers, now)
         for running, needed in candidates:
-            if not self.handover.allows(self._key(running), now):
+            if not self._handover.allows(self._key(running), now):
                 break
             if running.request_id in self._spared:
                 continue
@@ -613,43 +600,5 @@ class LeaderState:
         """Drop outdated records; if the handover has ended, notify the fair share."""
         self._spared = {r: until for r, until in self._spared.items() if until > now}
         self._output_reservations.prune(self._placement.workers, now)
-        if self._fair_share is not None and self.handover.is_complete(now):
+        if self._fair_share is not None and self._handover.is_complete(now):
             self._fair_share.handover_ended()
-
-
-def cluster_load(
-    term: int,
-    leader_state: LeaderState,
-    workers: Iterable[WorkerView],
-    now: float,
-    ledger_now: float,
-) -> session_pb2.ClusterLoad:
-    """Return the cluster's load in the leader's ``term``, for the report to the ledger.
-
-    ``now`` is the router's clock and ``ledger_now`` the ledger's, in seconds. Draining workers are
-    left out. O(workers + tenants).
-    """
-    staying = [worker for worker in workers if worker.is_open]
-    rates = [
-        worker.throughput.full_rate for worker in staying if worker.throughput.full_rate is not None
-    ]
-    return session_pb2.ClusterLoad(
-        term=term,
-        workers=len(staying),
-        queued=leader_state.queued,
-        queued_tokens=leader_state.queued_tokens,
-        batch_tokens=leader_state.batch_tokens,
-        waited_s=leader_state.waited_s(now, ledger_now),
-        running=sum(worker.load.num_running + worker.num_ahead for worker in staying),
-        slots=sum(worker.slots for worker in staying),
-        blocks_used=sum(worker.load.blocks_used for worker in staying),
-        blocks_total=sum(worker.capacity.num_blocks for worker in staying),
-        offered_tokens=leader_state.offered_tokens,
-        worker_rate=fmean(rates) if rates else 0.0,
-        services=leader_state.services(),
-        service_gap=leader_state.service_gap,
-        wait_s=leader_state.wait_s,
-        class_queues=leader_state.class_queues(),
-        tenant_queues=leader_state.tenant_queues(),
-        ray_clusters=Counter(it.capacity.ray_cluster for it in staying if it.capacity.ray_cluster),
-    )
