@@ -388,7 +388,7 @@ class Leader:
         for epoch in frame.prefilled_epochs:
             index.settle(worker_id, epoch)
         if frame.HasField("loaded_adapters"):
-            self._placement.report_adapters(worker_id, frame.loaded_adapters)
+            placement.report_adapters(worker_id, frame.loaded_adapters)
         if frame.HasField("state"):
             placement.report(worker_id, Load.from_proto(frame.state), now())
             if frame.state.running or not frame.state.num_running:
