@@ -67,6 +67,7 @@ from router.console.snapshot import Snapshot
 from router.faults.injector import Chaos
 from router.heartbeat import Heartbeat
 from router.internal_server import InternalServer
+from router.leader.adapter_catalogue import catalogue_of
 from router.leader.client import LeaderClient
 from router.leader.leader import Leader
 from router.leader.policy_store import RuntimePolicy
@@ -158,6 +159,7 @@ class Router:
         models = ServedModels([await _load_model(config, each) for each in config.models])
         models.is_active = await ledger.is_active()
         models.assume_limits(await ledger.last_workers())
+        models.set_catalogue(catalogue_of((await ledger.policy()).values))
         store = store_of(config, ledger)
         access = await Access.open(store) if store is not None else None
         router = cls(config, ledger, models, transport, ledger_config, access)

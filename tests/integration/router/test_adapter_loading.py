@@ -71,6 +71,9 @@ async def test_loaded_adapter_is_served_by_all_routers(parts: Cluster, adapters:
         assert await tokens(client, "sql") == expected(adapters, "a", 20)
         await until(lambda: "sql" in parts.routers[1]._models.names)
         assert await tokens(other, "sql") == expected(adapters, "a", 20)
+        router = await parts.add_router()
+        async with AsyncClient(router.address) as newcomer:
+            assert await tokens(newcomer, "sql") == expected(adapters, "a", 20)
         [listed] = (await other.adapters()).adapters
         assert (listed.digest, listed.configured) == (loaded.digest, False)
         [worker] = (await other.status()).workers
@@ -95,7 +98,8 @@ async def test_load_names_the_cause_of_a_refusal(parts: Cluster, adapters: Path)
             with pytest.raises(InvalidRequest, match=cause):
                 await client.load_adapter(name, source)
         await parts.kill_worker(parts.workers[0])
-        await until(lambda: not parts.routers[0]._sessions.is_any_up)
+        links = parts.routers[0]._sessions.links
+        await until(lambda: not any(link.is_up for link in links))
         with pytest.raises(NoWorker, match="is connected that could check the adapter"):
             await client.load_adapter("sql", str(adapters / "a"))
 
