@@ -322,6 +322,23 @@ def capacity(
     asyncio.run(_capacity(address, as_json))
 
 
+@app.command(
+    "change-model",
+    rich_help_panel=_OPERATE,
+    epilog="**Example:** `everlift change-model 3f2a Qwen/Qwen3-4B --wait`",
+)
+def change_model(
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Worker id or a unique prefix.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Name of a model of the cluster.")],
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until the worker has joined with the model.")
+    ] = False,
+    address: Address = None,
+) -> None:
+    """Make a worker serve another model; its requests resume on other workers."""
+    asyncio.run(_change_model(address, worker, model, wait))
+
+
 @app.command(rich_help_panel=_OPERATE, epilog="**Example:** `everlift drain 3f2a --wait`")
 def drain(
     worker: Annotated[str, typer.Argument(metavar="WORKER", help="Worker id or a unique prefix.")],
@@ -420,6 +437,22 @@ async def _drain(address: str | None, worker: str, wait: bool) -> None:
             while await _has_work(client, answer.worker_id):
                 await asyncio.sleep(_POLL_S)
             typer.echo(f"{answer.worker_id} has no requests left")
+
+
+async def _change_model(address: str | None, worker: str, model: str, wait: bool) -> None:
+    async with connected(address) as client:
+        before = {it.worker_id for it in (await client.status()).workers}
+        answer = await client.change_model(worker, model)
+        typer.echo(
+            f"{answer.worker_id} changes to {answer.model}: it returns {answer.num_running} "
+            "sequences"
+        )
+        while wait:
+            for it in (await client.status()).workers:
+                if it.alive and it.model == answer.model and it.worker_id not in before:
+                    typer.echo(f"joined as {it.worker_id}")
+                    return
+            await asyncio.sleep(_POLL_S)
 
 
 async def _capacity(address: str | None, as_json: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, fields
 from pathlib import Path
 
@@ -201,3 +201,22 @@ def source_of(path: str) -> str:
     ``path`` is relative to the model's section.
     """
     return f"router.{path}" if path in _INHERITED_OF_ROUTER else path
+
+
+def interchangeable(groups: Sequence[WorkerGroup], group: WorkerGroup) -> list[WorkerGroup]:
+    """Return the groups whose models a worker of ``group`` can serve on command, itself included.
+
+    Their workers take the same resources and run Everlift's own engine. The result is empty if
+    there is no other such group, and groups whose number of workers an autoscaler sets do not
+    count, because it would replace a worker that left.
+    """
+
+    def resources(it: WorkerGroup) -> tuple[object, ...]:
+        worker = it.worker
+        return worker.tensor_parallel, it.nodes_per_worker, worker.device, worker.python
+
+    def is_possible(it: WorkerGroup) -> bool:
+        return it.worker.engine == "everlift" and not it.autoscale.is_on
+
+    same = [it for it in groups if is_possible(it) and resources(it) == resources(group)]
+    return same if is_possible(group) and len(same) > 1 else []

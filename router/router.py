@@ -233,6 +233,8 @@ class Router:
         weight_of = self._access.weight_of if self._access else None
         self._leader = Leader(config, self.router_id, self.internal_address, ledger, weight_of)
         self._leader_client = LeaderClient(self.router_id, self._leader, self._transport)
+        for demand in self._demands.values():
+            self._leader_client.report_demand(demand)
 
     def _wire_requests(self, ledger: Ledger) -> None:
         config = self.config
@@ -281,6 +283,7 @@ class Router:
             self._ledger,
             self._leader.view,
             self._adapters,
+            self._models,
         )
         self._inference = Inference(self._requests, self._models, self._transport, self._traces)
 

@@ -15,7 +15,7 @@ from typing import Protocol
 import grpc
 
 from everlift import logs
-from everlift.errors import UnknownWorker
+from everlift.errors import InvalidRequest, UnknownWorker
 from everlift.hashes import BLOCK_SIZE
 from everlift.transport import Transport
 from everlift.v1 import chaos_pb2, inference_pb2, session_pb2, session_pb2_grpc
@@ -139,6 +139,10 @@ class WorkerLink:
         The worker then accepts no more requests, and returns its requests to their routers.
         """
         self._outbox.add(session_pb2.RouterFrame(drain=True))
+
+    def change_model(self, model: str) -> None:
+        """Tell the worker to drain, and to serve ``model`` then."""
+        self._outbox.add(session_pb2.RouterFrame(next_model=model))
 
     def set_policy(self, policy: session_pb2.EnginePolicy) -> None:
         """Send the batching policy of the engine to the worker, now and after each reconnection."""
@@ -354,6 +358,23 @@ class Sessions:
         """
         link = self._connected(worker_id)
         link.drain()
+        return link.state.num_running + link.state.num_waiting
+
+    def change_model(self, worker_id: str, model: str) -> int:
+        """Tell a worker to serve another model; return how many sequences it had.
+
+        Raises UnknownWorker if it is not connected, and InvalidRequest if it cannot serve it.
+        """
+        link = self._connected(worker_id)
+        others = link.info.other_models
+        if model not in others:
+            can = f"only to {' or '.join(map(repr, others))}" if others else "to no other model"
+            raise InvalidRequest(
+                f"worker {worker_id} serves {link.info.model!r} and can change {can}, not to "
+                f"{model!r}",
+                field="model",
+            )
+        link.change_model(model)
         return link.state.num_running + link.state.num_waiting
 
     def set_policy(self, policy: session_pb2.EnginePolicy) -> None:

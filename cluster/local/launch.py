@@ -46,6 +46,8 @@ class RankLaunch:
     gpu: str = ""
     #: internal addresses of the routers, to which rank 0 announces the worker
     routers: tuple[str, ...] = ()
+    #: settings of the worker for each model that it can serve on command, its first one included
+    models: tuple[WorkerConfig, ...] = ()
 
 
 Launch = RouterLaunch | RankLaunch

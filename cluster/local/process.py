@@ -115,23 +115,40 @@ async def _run_rank(launch: RankLaunch, send_report: SendReport, stop: asyncio.E
     async with StartReporter(launch.worker.name, routers, transport) as start_reporter:
         from worker.serving.rank import Rank
 
-        rank = Rank(launch.worker, launch.rank, launch.rendezvous)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, rank.reclaim)
-        try:
-            await _first(stop.wait(), _live(rank, launch, send_report, start_reporter))
-            await rank.drain()
-        finally:
-            await rank.stop()
-            if rank.is_stuck:
-                # Exits the process before CUDA's own exit handler would wait for the stuck step.
-                atexit.register(os._exit, 1)
+        models = {worker.name: worker for worker in launch.models}
+        first = Rank(launch.worker, launch.rank, launch.rendezvous, models=models)
+        if launch.rank == 0 and launch.worker.num_ranks > 1:
+            send_report({"rendezvous": await first.open()})
+        rank: Rank | None = first
+        while rank is not None:
+            rank = await _run_model(rank, launch, send_report, start_reporter, stop)
+
+
+async def _run_model(
+    rank: Rank,
+    launch: RankLaunch,
+    send_report: SendReport,
+    start_reporter: StartReporter,
+    stop: asyncio.Event,
+) -> Rank | None:
+    """Run a rank to its end; return the rank of the worker's next model, None if there is none."""
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, rank.reclaim)
+    try:
+        await _first(stop.wait(), _live(rank, launch, send_report, start_reporter))
+        if not stop.is_set() and (successor := await rank.successor()) is not None:
+            return successor
+        await rank.drain()
+    finally:
+        await rank.stop()
+        if rank.is_stuck:
+            # Exits the process before CUDA's own exit handler would wait for the stuck step.
+            atexit.register(os._exit, 1)
+    return None
 
 
 async def _live(
     rank: Rank, launch: RankLaunch, send_report: SendReport, start_reporter: StartReporter
 ) -> None:
-    if launch.rank == 0 and launch.worker.num_ranks > 1:
-        send_report({"rendezvous": await rank.open()})
     info = await rank.start()
     heap.freeze_heap()
     if launch.rank == 0:

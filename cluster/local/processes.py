@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from cluster.config import Config
 from cluster.errors import ClusterFailed
-from cluster.groups import WorkerGroup
+from cluster.groups import WorkerGroup, interchangeable
 from cluster.local.fork_server import ForkServer, is_possible
 from cluster.local.gpus import gpus_of_ranks, ranks_with_gpus, visible_gpus
 from cluster.local.launch import RankLaunch, RouterLaunch
@@ -252,6 +252,10 @@ class ProcessCluster:
             self.config.log_level,
             replace(group.worker, num_threads=self._threads(group)),
             routers=tuple(router.internal_address for router in self.routers),
+            models=tuple(
+                replace(each.worker, num_threads=self._threads(group))
+                for each in interchangeable(self.config.groups, group)
+            ),
         )
         gpus = gpus_of_ranks(self.config.groups, group, self._gpus, index)
         return WorkerReplica(launch, self._ranks(group, index), self._log_dir, gpus)

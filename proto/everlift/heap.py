@@ -49,3 +49,9 @@ def _promote_young() -> None:
     if gc.get_count()[0] > gc.get_threshold()[0] and not gc.get_freeze_count():
         gc.freeze()
         gc.unfreeze()
+
+
+def collect_frozen() -> None:
+    """Collect garbage, also among the objects that ``freeze_heap`` exempted."""
+    gc.unfreeze()
+    gc.collect()

@@ -176,9 +176,15 @@ class LeaderState:
 
     def load(self, term: int, now: float, ledger_now: float) -> session_pb2.ClusterLoad:
         """Return the load of the cluster in the leader's ``term``, in total and by model."""
-        return total_load(
-            term, {model: it.load(now, ledger_now) for model, it in self._queues.items()}
-        )
+        loads = {model: it.load(now, ledger_now) for model, it in self._queues.items()}
+        for model, placement in self._placements.items():
+            for worker in placement.workers.values():
+                first = worker.capacity.first_model or model
+                if first != model and {first, model} <= loads.keys():
+                    # The worker was changed on command, so it is wanted where it is now.
+                    loads[first].wanted_workers = max(0, loads[first].wanted_workers - 1)
+                    loads[model].wanted_workers += 1
+        return total_load(term, loads)
 
     @property
     def is_scaled(self) -> bool:

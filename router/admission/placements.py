@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping
 
 from router.admission.placement import Placement
 from router.admission.workers import Capacity, WorkerView
@@ -22,6 +22,9 @@ class Placements:
 
     def __iter__(self) -> Iterator[Placement]:
         return iter(self._by_model.values())
+
+    def items(self) -> ItemsView[str, Placement]:
+        return self._by_model.items()
 
     def __getitem__(self, model: str) -> Placement:
         if (placement := self._by_model.get(model)) is None:

@@ -157,6 +157,8 @@ class Capacity:
     ray_cluster: str = ""
     #: seconds to load a KV block from host memory; 0: blocks are not swapped
     host_load_s: float = 0.0
+    #: model for which the worker was started; it may serve another one since
+    first_model: str = ""
     #: LoRA adapters that the worker was started with
     adapters: frozenset[str] = frozenset()
     #: number of adapters in its memory; it loads any adapter at run time. 0: it serves ``adapters``
@@ -171,6 +173,7 @@ class Capacity:
             kind=f"{info.tensor_parallel}x {info.device} {info.fingerprint}",
             ray_cluster=info.ray_cluster,
             host_load_s=info.host_load_s,
+            first_model=info.first_model,
             adapters=frozenset(info.adapters),
             adapter_slots=info.adapter_slots,
         )

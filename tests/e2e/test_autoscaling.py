@@ -70,10 +70,9 @@ async def told(state_dir: Path) -> Scaling:
     assert url is not None
     ledger = await connect(LedgerConfig(url=url))
     try:
-        report = await ledger.scaling()
+        [report] = await ledger.scaling()
     finally:
         await ledger.close()
-    assert report is not None
     return report.scaling
 
 

@@ -126,8 +126,8 @@ class Cluster:
         await router._metrics.stop()
         await router._leader_client.close()
         await router._sessions.close()
-        if router._template is not None:
-            await router._template.close()
+        for template in router._templates.values():
+            await template.close()
 
     async def stop(self) -> None:
         """Ends what is left; by then no worker may hold a KV block."""

@@ -24,7 +24,7 @@ from worker.parallel.rendezvous import RankLinks
 from worker.parallel.step_log import StepLogReader
 from worker.parallel.watchdog import Watchdog
 from worker.runner.fake_runner import FakeRunner
-from worker.serving.inbox import Inbox
+from worker.serving.inbox import Inbox, Successor
 from worker.serving.loop import FirstSteps, LeadingLoop, Report, follow
 from worker.serving.startup import Startup
 
@@ -46,7 +46,8 @@ class EngineThread:
 
     The result of the future ``ready`` is the engine, set before its first step. The future
     ``ended`` is done when the thread ends, with None or the error that ended it. An error before
-    the engine is ready is set on both.
+    the engine is ready is set on both. ``successor`` is set at the end of a rank above 0 if the
+    worker serves another model next.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class EngineThread:
         self.ready: Future[EngineAdapter] = Future()
         self.ended: Future[None] = Future()
         self.links = RankLinks()
+        self.successor: Successor | None = None
         self.watchdog = Watchdog(config.step_timeout)
         self._stopwatch = Stopwatch(time.perf_counter)
         self._config = config
@@ -76,13 +78,15 @@ class EngineThread:
         self.ended.set_running_or_notify_cancel()
         threading.Thread(target=self._main, name="engine", daemon=True).start()
 
-    def stop(self) -> None:
+    def stop(self, successor: Successor | None = None) -> None:
         """Make the thread end after the current step; return without waiting for its end.
+
+        On rank 0, ``successor`` tells the other ranks which model the worker serves next.
 
         On a rank above 0 this breaks the connection to rank 0, if it is open, so that the error
         ChannelBroken is set on ``ended``.
         """
-        self._inbox.stop()
+        self._inbox.stop(successor)
         if isinstance(self.links.log, StepLogReader):
             self.links.log.interrupt()
 
@@ -139,7 +143,7 @@ class EngineThread:
     def _loop(self, engine: EngineAdapter) -> None:
         self.ready.set_result(engine)
         if isinstance(self.links.log, StepLogReader):
-            follow(engine, self.links.log, self.links.log.rank)
+            self.successor = follow(engine, self.links.log, self.links.log.rank)
         else:
             LeadingLoop(
                 engine, self._inbox, self._report, self.links.log, announce=self._announce

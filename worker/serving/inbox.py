@@ -16,6 +16,17 @@ from worker.engine.outcome import Abort
 from worker.engine.sequence import Sequence
 
 
+@dataclass(frozen=True, slots=True)
+class Successor:
+    """Model that the ranks of a worker serve next, and the address at which they meet again.
+
+    ``rendezvous`` is empty for a worker with a single rank.
+    """
+
+    model: str
+    rendezvous: str = ""
+
+
 @dataclass(slots=True)
 class Orders:
     """Orders that arrived since the engine's last step; false if there are none.
@@ -23,7 +34,7 @@ class Orders:
     The engine applies ``policy`` first (None: unchanged), then ``starts``, ``aborts`` and
     ``adapters``. If
     ``drain``, all remaining sequences are returned to their routers. If ``stop``, the engine ends
-    instead of running a step.
+    instead of running a step; ``successor`` then tells the other ranks what follows.
     """
 
     starts: list[Sequence] = field(default_factory=list)
@@ -33,6 +44,7 @@ class Orders:
     policy: EnginePolicy | None = None
     drain: bool = False
     stop: bool = False
+    successor: Successor | None = None
 
     def __bool__(self) -> bool:
         has_orders = self.starts or self.aborts or self.adapters or self.faults or self.policy
@@ -80,9 +92,11 @@ class Inbox:
             self._orders.drain = True
             self._changed.notify()
 
-    def stop(self) -> None:
+    def stop(self, successor: Successor | None = None) -> None:
+        """Order the end of the engine; ``successor`` is the model that the worker serves next."""
         with self._changed:
             self._orders.stop = True
+            self._orders.successor = successor or self._orders.successor
             self._changed.notify()
 
     def wait(self, timeout_s: float | None) -> Orders:

@@ -29,7 +29,7 @@ from worker.engine.step_times import NO_TIME, StepTimes
 from worker.engine.time_breakdown import NO_BREAKDOWN, TimeBreakdown
 from worker.engine.time_breakdowns import SequenceBreakdown, TimeBreakdowns
 from worker.serving.fault import Slowness, kill_or_pause
-from worker.serving.inbox import Inbox, Orders
+from worker.serving.inbox import Inbox, Orders, Successor
 
 #: Seconds without work after which the engine checks its integrity.
 _IDLE_S = 0.5
@@ -241,6 +241,7 @@ class LeadingLoop:
         fills: Iterable[int],
     ) -> None:
         if self._log is not None:
+            successor = orders.successor or Successor("")
             self._log.write(
                 session_pb2.StepLog(
                     starts=[sequence.to_start() for sequence in orders.starts],
@@ -254,6 +255,8 @@ class LeadingLoop:
                     engine_policy=orders.policy or "",
                     adapter_loads=[load.to_proto() for load in orders.adapters],
                     adapter_fills=fills,
+                    next_model=successor.model,
+                    rendezvous=successor.rendezvous,
                 )
             )
 
@@ -286,16 +289,16 @@ def follow(
     log: Iterable[session_pb2.StepLog],
     rank: int = 1,
     on_fault: Callable[[chaos_pb2.Fault], None] = kill_or_pause,
-) -> None:
+) -> Successor | None:
     """Run the loop of ``rank``, which is above 0, until an entry of the log has the stop order.
 
-    ``on_fault`` is called with each fault to inject into this rank. Raises RanksDisagree if a plan
-    differs from rank 0's, EngineBroken if a step failed and no other can run, and ChannelBroken if
-    rank 0 is lost.
+    Return the model that the worker serves next; None if the worker ends. ``on_fault`` is called
+    with each fault to inject into this rank. Raises RanksDisagree if a plan differs from rank 0's,
+    EngineBroken if a step failed and no other can run, and ChannelBroken if rank 0 is lost.
     """
     for entry in log:
         if entry.stop:
-            return
+            return Successor(entry.next_model, entry.rendezvous) if entry.next_model else None
         if entry.HasField("fault") and entry.fault.rank == rank:
             on_fault(entry.fault)
         if entry.previous_digest != engine.digest():
@@ -311,6 +314,7 @@ def follow(
         engine.step(frozenset(entry.held_slots), entry.now)
         # Only rank 0 reports the changes of the prefix cache; on this rank they would accumulate.
         engine.take_chunk_changes()
+    return None
 
 
 def _apply(

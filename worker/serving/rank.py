@@ -16,12 +16,12 @@ import hashlib
 import os
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from everlift import logs, model_files
+from everlift import heap, logs, model_files
 from everlift.adapters import parse_adapters
 from everlift.hashes import BLOCK_SIZE
 from everlift.hub import is_commit, is_hub_id
@@ -37,7 +37,7 @@ from worker.serving import prefetch
 from worker.serving.engine_thread import EngineThread
 from worker.serving.fingerprint import model_fingerprint
 from worker.serving.image_queue import ImageQueue
-from worker.serving.inbox import Inbox
+from worker.serving.inbox import Inbox, Successor
 from worker.serving.loop import CONFIRM_S, FirstSteps, Report
 from worker.serving.reclaim import wait_for_notice
 from worker.serving.server import SessionServer
@@ -83,11 +83,17 @@ class Server(Protocol):
     async def stop(self) -> None: ...
 
 
+_NO_MODELS: Mapping[str, WorkerConfig] = {}
+
+
 class Rank:
     """Rank number ``rank`` of ``config.num_ranks`` ranks; all calls come from one event loop.
 
     With several ranks, rank 0's ``open`` is called first, and returns the ``rendezvous`` for the
     others. Then all ranks must be started at the same time, because they wait for each other.
+
+    A worker changes its model by ending all its ranks in order. In each process, ``successor`` then
+    returns the rank to start next.
     """
 
     def __init__(
@@ -97,10 +103,14 @@ class Rank:
         rendezvous: str = "",
         serve: Callable[[WorkerConfig, Sessions], Server] = SessionServer,
         ray_cluster: str = "",
+        models: Mapping[str, WorkerConfig] = _NO_MODELS,
+        first_model: str = "",
     ) -> None:
         """Create the rank, which starts nothing yet.
 
         ``serve`` creates rank 0's server; ``ray_cluster`` is the session name of the Ray cluster.
+        ``models`` are the models that the worker can serve on command, by name, with their
+        settings; ``first_model`` is the one for which it was started, if that is another one.
         Raises ModelUnavailable if a local model is not found. Raises ValueError if
         no model is configured, its files are invalid or its revision is not a commit, if ``rank``
         is out of range, or if ``rendezvous`` is missing.
@@ -124,6 +134,11 @@ class Rank:
         self._thread: EngineThread | None = None
         self._serve_with = serve
         self._ray_cluster = ray_cluster
+        self._models = models
+        self._first_model = first_model or config.name
+        #: change to another model, and the rank that serves it next
+        self._change: asyncio.Task[None] | None = None
+        self._next: Rank | None = None
         self._grammars: GrammarCompiler | NoGrammars | None = None
         self._images: ImageQueue | None = None
         self._server: Server | None = None
@@ -236,6 +251,56 @@ class Rank:
         if self._error is not None:
             raise RankFailed(str(self._error)) from self._error
 
+    async def successor(self) -> Rank | None:
+        """Stop this rank, and return the one that serves the worker's next model.
+
+        Return None if the worker does not change its model. Call it after ``wait``. Raises the
+        errors of the constructor.
+        """
+        thread = self._thread
+        await self.stop()
+        self._thread = None
+        heap.collect_frozen()
+        if self._rank == 0 or thread is None or (successor := thread.successor) is None:
+            return self._next
+        return self._of_model(successor.model, successor.rendezvous)
+
+    def _of_model(self, model: str, rendezvous: str = "") -> Rank:
+        return Rank(
+            self._models[model],
+            self._rank,
+            rendezvous,
+            self._serve_with,
+            self._ray_cluster,
+            self._models,
+            self._first_model,
+        )
+
+    def _begin_change(self, model: str) -> None:
+        if self._change is not None and not self._change.done():
+            log.warning("change of the model ignored: another one is in progress", model=model)
+            return
+        self._change = self._loop.create_task(self._change_model(model))
+
+    async def _change_model(self, model: str) -> None:
+        """Make the model's files available, return all sequences to their routers, and end.
+
+        The worker goes on serving its model until the files are there, and if they are not.
+        """
+        try:
+            successor = self._of_model(model)
+            await successor.fetch()
+            rendezvous = await successor.open() if self._config.num_ranks > 1 else ""
+        except Exception as error:
+            log.error("change of the model failed", model=model, error=str(error))
+            return
+        assert self._server is not None and self._thread is not None
+        successor._prefetch()
+        self._ready_file.remove()
+        await self._server.drain()
+        self._next, self._is_stopping = successor, True
+        self._thread.stop(Successor(model, rendezvous))
+
     async def drain(self) -> None:
         """Start no more sequences, and wait until the routers have received every token.
 
@@ -269,6 +334,8 @@ class Rank:
         self._is_stopping = True
         self._ready_file.remove()
         self._stop_watching()
+        if self._change is not None:
+            self._change.cancel()
         if self._server is not None:
             await self._server.stop()
         if self._rendezvous is not None:
@@ -299,6 +366,8 @@ class Rank:
         self._sessions = Sessions(
             engine.limits, engine.load(), self._inbox, self._grammars, self._images
         )
+        self._sessions.other_models = self._other_models
+        self._sessions.on_next_model = self._begin_change
         self._server = self._serve_with(self._config, self._sessions)
         if self._is_reclaimed:
             self._sessions.drain()
@@ -321,6 +390,10 @@ class Rank:
     async def _reclaim_at(self, url: str) -> None:
         await wait_for_notice(url)
         self.reclaim()
+
+    @property
+    def _other_models(self) -> list[str]:
+        return sorted(self._models.keys() - {self._config.name})
 
     def _stop_watching(self) -> None:
         if self._liveness is not None:
@@ -400,6 +473,8 @@ class Rank:
             adapters=limits.adapters,
             max_images=limits.max_images,
             adapter_slots=limits.num_adapter_slots,
+            other_models=self._other_models,
+            first_model=self._first_model,
         )
 
 

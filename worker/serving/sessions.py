@@ -172,6 +172,10 @@ class Sessions:
         self._on_confirmed: Callable[[], None] = _do_nothing
         self._frames = 0
         self.is_draining = False
+        #: models that this worker can serve instead; and the function that is called with the one
+        #: that a router orders
+        self.other_models: Collection[str] = ()
+        self.on_next_model: Callable[[str], None] = _ignore_model
 
     @property
     def is_idle(self) -> bool:
@@ -242,6 +246,15 @@ class Sessions:
         if frame.drain:
             log.info("drain ordered", router_id=session.router_id)
             self.drain()
+        if frame.next_model:
+            self._change_model(frame.next_model, session.router_id)
+
+    def _change_model(self, model: str, router_id: str) -> None:
+        if self.is_draining or model not in self.other_models:
+            log.warning("change of the model ignored", model=model, router_id=router_id)
+            return
+        log.info("change of the model ordered", model=model, router_id=router_id)
+        self.on_next_model(model)
 
     def _set_policy(self, message: session_pb2.EnginePolicy) -> None:
         if message.version <= self._policy_version:
@@ -690,4 +703,8 @@ def _by_id(changes: Mapping[bytes, bool]) -> dict[int, bool]:
 
 
 def _do_nothing() -> None:
+    pass
+
+
+def _ignore_model(model: str) -> None:
     pass

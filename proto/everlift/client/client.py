@@ -341,6 +341,21 @@ class AsyncClient:
         message = pb.GetStatusRequest()
         return await self._call(lambda: self._routers.inference().GetStatus, message, timeout_s)
 
+    async def change_model(
+        self, worker_id: str, model: str, *, timeout_s: float | None = None
+    ) -> admin_pb2.ChangeModelResponse:
+        """Make a worker serve another model of the cluster, and join as a new worker.
+
+        The worker loads the files, then its requests resume on other workers. ``worker_id`` may be
+        shortened to a prefix that only one worker has. Raises UnknownWorker if no worker or several
+        workers have this prefix, UnknownModel for a model that the cluster does not serve,
+        InvalidRequest if the worker cannot serve it, and Forbidden if the API key does not permit
+        the call.
+        """
+        with sendable():
+            message = admin_pb2.ChangeModelRequest(worker_id=worker_id, model=model)
+        return await self._call(lambda: self._routers.admin().ChangeModel, message, timeout_s)
+
     async def drain(
         self, worker_id: str, *, timeout_s: float | None = None
     ) -> admin_pb2.DrainResponse:

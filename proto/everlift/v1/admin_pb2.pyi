@@ -187,6 +187,49 @@ class DrainResponse(google.protobuf.message.Message):
 Global___DrainResponse: typing_extensions.TypeAlias = DrainResponse
 
 @typing.final
+class ChangeModelRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    worker_id: builtins.str
+    """id of the worker, or a prefix that only one worker's id has"""
+    model: builtins.str
+    """name of the model, or another of its names for clients"""
+    def __init__(
+        self,
+        *,
+        worker_id: builtins.str = ...,
+        model: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model", b"model", "worker_id", b"worker_id"]) -> None: ...
+
+Global___ChangeModelRequest: typing_extensions.TypeAlias = ChangeModelRequest
+
+@typing.final
+class ChangeModelResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: builtins.int
+    NUM_RUNNING_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    worker_id: builtins.str
+    num_running: builtins.int
+    """sequences that the worker returns, including waiting ones"""
+    model: builtins.str
+    """name of the model that the worker is to serve"""
+    def __init__(
+        self,
+        *,
+        worker_id: builtins.str = ...,
+        num_running: builtins.int = ...,
+        model: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model", b"model", "num_running", b"num_running", "worker_id", b"worker_id"]) -> None: ...
+
+Global___ChangeModelResponse: typing_extensions.TypeAlias = ChangeModelResponse
+
+@typing.final
 class SetPolicyRequest(google.protobuf.message.Message):
     """Settings in the section router of the configuration, under the same names, and engine_policy.
     Unset fields stay unchanged. If no field is set, nothing changes, and the response has the

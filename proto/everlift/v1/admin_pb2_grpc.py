@@ -40,6 +40,11 @@ class AdminStub(object):
                 request_serializer=everlift_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=everlift_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.ChangeModel = channel.unary_unary(
+                '/everlift.v1.Admin/ChangeModel',
+                request_serializer=everlift_dot_v1_dot_admin__pb2.ChangeModelRequest.SerializeToString,
+                response_deserializer=everlift_dot_v1_dot_admin__pb2.ChangeModelResponse.FromString,
+                _registered_method=True)
         self.SetPolicy = channel.unary_unary(
                 '/everlift.v1.Admin/SetPolicy',
                 request_serializer=everlift_dot_v1_dot_admin__pb2.SetPolicyRequest.SerializeToString,
@@ -74,6 +79,14 @@ class AdminServicer(object):
     def Drain(self, request, context):
         """Drains a worker: it returns its running requests with their tokens to the queue, and accepts no
         more requests.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ChangeModel(self, request, context):
+        """Makes a worker serve another model of the cluster: it drains, loads the model and joins as a new
+        worker with another id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,6 +137,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=everlift_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=everlift_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'ChangeModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeModel,
+                    request_deserializer=everlift_dot_v1_dot_admin__pb2.ChangeModelRequest.FromString,
+                    response_serializer=everlift_dot_v1_dot_admin__pb2.ChangeModelResponse.SerializeToString,
             ),
             'SetPolicy': grpc.unary_unary_rpc_method_handler(
                     servicer.SetPolicy,
@@ -179,6 +197,33 @@ class Admin(object):
             '/everlift.v1.Admin/Drain',
             everlift_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             everlift_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/everlift.v1.Admin/ChangeModel',
+            everlift_dot_v1_dot_admin__pb2.ChangeModelRequest.SerializeToString,
+            everlift_dot_v1_dot_admin__pb2.ChangeModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

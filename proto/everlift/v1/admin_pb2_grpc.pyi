@@ -41,6 +41,22 @@ _AdminDrainType = typing_extensions.TypeVar(
     ],
 )
 
+_AdminChangeModelType = typing_extensions.TypeVar(
+    '_AdminChangeModelType',
+    grpc.UnaryUnaryMultiCallable[
+        everlift.v1.admin_pb2.ChangeModelRequest,
+        everlift.v1.admin_pb2.ChangeModelResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.admin_pb2.ChangeModelRequest,
+        everlift.v1.admin_pb2.ChangeModelResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        everlift.v1.admin_pb2.ChangeModelRequest,
+        everlift.v1.admin_pb2.ChangeModelResponse,
+    ],
+)
+
 _AdminSetPolicyType = typing_extensions.TypeVar(
     '_AdminSetPolicyType',
     grpc.UnaryUnaryMultiCallable[
@@ -121,7 +137,7 @@ _AdminListAdaptersType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminStub(typing.Generic[_AdminDrainType, _AdminSetPolicyType, _AdminCapacityType, _AdminLoadAdapterType, _AdminUnloadAdapterType, _AdminListAdaptersType]):
+class AdminStub(typing.Generic[_AdminDrainType, _AdminChangeModelType, _AdminSetPolicyType, _AdminCapacityType, _AdminLoadAdapterType, _AdminUnloadAdapterType, _AdminListAdaptersType]):
     """Served by every router; changes apply to the whole cluster."""
 
     @typing.overload
@@ -129,6 +145,10 @@ class AdminStub(typing.Generic[_AdminDrainType, _AdminSetPolicyType, _AdminCapac
         grpc.UnaryUnaryMultiCallable[
             everlift.v1.admin_pb2.DrainRequest,
             everlift.v1.admin_pb2.DrainResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            everlift.v1.admin_pb2.ChangeModelRequest,
+            everlift.v1.admin_pb2.ChangeModelResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             everlift.v1.admin_pb2.SetPolicyRequest,
@@ -159,6 +179,10 @@ class AdminStub(typing.Generic[_AdminDrainType, _AdminSetPolicyType, _AdminCapac
             everlift.v1.admin_pb2.DrainResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            everlift.v1.admin_pb2.ChangeModelRequest,
+            everlift.v1.admin_pb2.ChangeModelResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             everlift.v1.admin_pb2.SetPolicyRequest,
             everlift.v1.admin_pb2.SetPolicyResponse,
         ],
@@ -185,6 +209,11 @@ class AdminStub(typing.Generic[_AdminDrainType, _AdminSetPolicyType, _AdminCapac
     more requests.
     """
 
+    ChangeModel: _AdminChangeModelType
+    """Makes a worker serve another model of the cluster: it drains, loads the model and joins as a new
+    worker with another id.
+    """
+
     SetPolicy: _AdminSetPolicyType
     """Changes settings of the admission queue and of the workers' engines. A change applies to the
     whole cluster until the next change. Queued and running requests are neither lost nor
@@ -209,6 +238,10 @@ AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryUnaryMultiCallable[
         everlift.v1.admin_pb2.DrainRequest,
         everlift.v1.admin_pb2.DrainResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.admin_pb2.ChangeModelRequest,
+        everlift.v1.admin_pb2.ChangeModelResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         everlift.v1.admin_pb2.SetPolicyRequest,
@@ -243,6 +276,16 @@ class AdminServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[everlift.v1.admin_pb2.DrainResponse, collections.abc.Awaitable[everlift.v1.admin_pb2.DrainResponse]]:
         """Drains a worker: it returns its running requests with their tokens to the queue, and accepts no
         more requests.
+        """
+
+    @abc.abstractmethod
+    def ChangeModel(
+        self,
+        request: everlift.v1.admin_pb2.ChangeModelRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[everlift.v1.admin_pb2.ChangeModelResponse, collections.abc.Awaitable[everlift.v1.admin_pb2.ChangeModelResponse]]:
+        """Makes a worker serve another model of the cluster: it drains, loads the model and joins as a new
+        worker with another id.
         """
 
     @abc.abstractmethod

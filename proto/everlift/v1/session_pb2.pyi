@@ -149,8 +149,11 @@ class RouterFrame(google.protobuf.message.Message):
     CONFIRMED_EPOCHS_FIELD_NUMBER: builtins.int
     PRELOAD_ADAPTERS_FIELD_NUMBER: builtins.int
     UNLOAD_ADAPTERS_FIELD_NUMBER: builtins.int
+    NEXT_MODEL_FIELD_NUMBER: builtins.int
     drain: builtins.bool
     """accept no more starts, and return all sequences"""
+    next_model: builtins.str
+    """drain, then serve this model; empty: unchanged"""
     @property
     def hello(self) -> Global___RouterHello: ...
     @property
@@ -191,9 +194,10 @@ class RouterFrame(google.protobuf.message.Message):
         confirmed_epochs: collections.abc.Iterable[builtins.int] | None = ...,
         preload_adapters: collections.abc.Iterable[Global___AdapterLoad] | None = ...,
         unload_adapters: collections.abc.Iterable[builtins.str] | None = ...,
+        next_model: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["engine_policy", b"engine_policy", "fault", b"fault", "hello", b"hello"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "confirmed_epochs", b"confirmed_epochs", "drain", b"drain", "engine_policy", b"engine_policy", "fault", b"fault", "hello", b"hello", "preload_adapters", b"preload_adapters", "starts", b"starts", "unload_adapters", b"unload_adapters"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "confirmed_epochs", b"confirmed_epochs", "drain", b"drain", "engine_policy", b"engine_policy", "fault", b"fault", "hello", b"hello", "next_model", b"next_model", "preload_adapters", b"preload_adapters", "starts", b"starts", "unload_adapters", b"unload_adapters"]) -> None: ...
 
 Global___RouterFrame: typing_extensions.TypeAlias = RouterFrame
 
@@ -479,6 +483,8 @@ class WorkerInfo(google.protobuf.message.Message):
     ADAPTERS_FIELD_NUMBER: builtins.int
     MAX_IMAGES_FIELD_NUMBER: builtins.int
     ADAPTER_SLOTS_FIELD_NUMBER: builtins.int
+    OTHER_MODELS_FIELD_NUMBER: builtins.int
+    FIRST_MODEL_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """id of this run of the worker; a restarted worker has another id"""
     address: builtins.str
@@ -511,9 +517,15 @@ class WorkerInfo(google.protobuf.message.Message):
     """Number of adapters that the worker has in memory at once; it loads any adapter when a Start
     names it. 0: the worker serves only those in adapters.
     """
+    first_model: builtins.str
+    """model for which the worker was started"""
     @property
     def adapters(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Digests of the files of the LoRA adapters that the worker serves, by the adapters' names."""
+
+    @property
+    def other_models(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """models that the worker can serve instead (next_model)"""
 
     def __init__(
         self,
@@ -537,8 +549,10 @@ class WorkerInfo(google.protobuf.message.Message):
         adapters: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         max_images: builtins.int = ...,
         adapter_slots: builtins.int = ...,
+        other_models: collections.abc.Iterable[builtins.str] | None = ...,
+        first_model: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapter_slots", b"adapter_slots", "adapters", b"adapters", "address", b"address", "arithmetic", b"arithmetic", "block_size", b"block_size", "device", b"device", "fingerprint", b"fingerprint", "host_load_s", b"host_load_s", "max_images", b"max_images", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "pid", b"pid", "ray_cluster", b"ray_cluster", "tensor_parallel", b"tensor_parallel", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter_slots", b"adapter_slots", "adapters", b"adapters", "address", b"address", "arithmetic", b"arithmetic", "block_size", b"block_size", "device", b"device", "fingerprint", b"fingerprint", "first_model", b"first_model", "host_load_s", b"host_load_s", "max_images", b"max_images", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "other_models", b"other_models", "pid", b"pid", "ray_cluster", b"ray_cluster", "tensor_parallel", b"tensor_parallel", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
 
 Global___WorkerInfo: typing_extensions.TypeAlias = WorkerInfo
 
@@ -1380,6 +1394,8 @@ class StepLog(google.protobuf.message.Message):
     ENGINE_POLICY_FIELD_NUMBER: builtins.int
     ADAPTER_LOADS_FIELD_NUMBER: builtins.int
     ADAPTER_FILLS_FIELD_NUMBER: builtins.int
+    NEXT_MODEL_FIELD_NUMBER: builtins.int
+    RENDEZVOUS_FIELD_NUMBER: builtins.int
     previous_digest: builtins.bytes
     """Digest of the last plan and of the results that the last step committed."""
     stop: builtins.bool
@@ -1390,6 +1406,11 @@ class StepLog(google.protobuf.message.Message):
     """commit the step in flight before all other actions"""
     engine_policy: builtins.str
     """name of the new batching policy; empty: unchanged"""
+    next_model: builtins.str
+    """With stop: model that the worker serves next, and address of rank 0 for the ranks to meet
+    again. Empty: the worker ends.
+    """
+    rendezvous: builtins.str
     @property
     def starts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Start]: ...
     @property
@@ -1424,9 +1445,11 @@ class StepLog(google.protobuf.message.Message):
         engine_policy: builtins.str = ...,
         adapter_loads: collections.abc.Iterable[Global___AdapterLoad] | None = ...,
         adapter_fills: collections.abc.Iterable[builtins.int] | None = ...,
+        next_model: builtins.str = ...,
+        rendezvous: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["fault", b"fault"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "adapter_fills", b"adapter_fills", "adapter_loads", b"adapter_loads", "engine_policy", b"engine_policy", "fault", b"fault", "held_slots", b"held_slots", "now", b"now", "previous_digest", b"previous_digest", "settle", b"settle", "starts", b"starts", "stop", b"stop"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "adapter_fills", b"adapter_fills", "adapter_loads", b"adapter_loads", "engine_policy", b"engine_policy", "fault", b"fault", "held_slots", b"held_slots", "next_model", b"next_model", "now", b"now", "previous_digest", b"previous_digest", "rendezvous", b"rendezvous", "settle", b"settle", "starts", b"starts", "stop", b"stop"]) -> None: ...
 
 Global___StepLog: typing_extensions.TypeAlias = StepLog
 

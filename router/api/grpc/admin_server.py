@@ -21,6 +21,7 @@ from router.faults.injector import Chaos
 from router.id_prefix import find_id
 from router.leader.policy_store import RuntimePolicy
 from router.ledger.base import Ledger
+from router.requests.served_models import ServedModels
 from router.worker_sessions import Sessions, WorkerLink
 
 log = logs.get_logger(__name__)
@@ -38,6 +39,7 @@ class AdminServer:
         ledger: Ledger,
         view: Callable[[str], WorkerView | None],
         adapters: Adapters,
+        models: ServedModels,
     ) -> None:
         """Create the server.
 
@@ -49,6 +51,7 @@ class AdminServer:
         self._ledger = ledger
         self._view = view
         self._adapters = adapters
+        self._models = models
 
     async def _drain(self, data: bytes, call: Call) -> pb.DrainResponse:
         return self.drain(parse(pb.DrainRequest, data))
@@ -62,6 +65,23 @@ class AdminServer:
         num_running = self._sessions.drain(worker_id)
         log.info("worker draining", worker_id=worker_id, num_running=num_running)
         return pb.DrainResponse(worker_id=worker_id, num_running=num_running)
+
+    async def _change_model(self, data: bytes, call: Call) -> pb.ChangeModelResponse:
+        return self.change_model(parse(pb.ChangeModelRequest, data))
+
+    def change_model(self, message: pb.ChangeModelRequest) -> pb.ChangeModelResponse:
+        """Make the worker whose id begins with ``message.worker_id`` serve another model.
+
+        Raises UnknownWorker if no connected worker or more than one has such an id, UnknownModel if
+        the cluster does not serve the model, and InvalidRequest if the worker cannot serve it.
+        """
+        worker_id = self._worker(message.worker_id)
+        if not message.model:
+            raise InvalidRequest("model must be set", field="model")
+        model = self._models.requested(message.model).name
+        num_running = self._sessions.change_model(worker_id, model)
+        log.info("worker changes its model", worker_id=worker_id, model=model)
+        return pb.ChangeModelResponse(worker_id=worker_id, num_running=num_running, model=model)
 
     def _worker(self, beginning: str) -> str:
         alive = (link.info.worker_id for link in self._sessions.links if link.is_up)
@@ -131,6 +151,7 @@ class AdminServer:
         handlers = Handlers(authenticator)
         methods = {
             "Drain": handlers.unary(self._drain, Scope.ADMIN),
+            "ChangeModel": handlers.unary(self._change_model, Scope.ADMIN),
             "SetPolicy": handlers.unary(self._set_policy, Scope.ADMIN),
             "Capacity": handlers.unary(self.capacity, Scope.METRICS, Scope.ADMIN),
             "LoadAdapter": handlers.unary(self._load_adapter, Scope.ADMIN),

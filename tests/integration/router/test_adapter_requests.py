@@ -93,7 +93,7 @@ async def test_http_apis_accept_adapters(parts: Cluster, computed: list[str]) ->
 
 
 async def test_model_list_has_parents_and_roots(parts: Cluster) -> None:
-    address, own = parts.routers[0].http_address, parts.routers[0]._model.name
+    address, own = parts.routers[0].http_address, parts.routers[0]._models.first.name
     expected = [(own, own, None), ("sql", "org/sql", own), ("poems", "poems-2", own)]
     listed = (await get(address, "/v1/models")).json["data"]
     assert [(it["id"], it["root"], it["parent"]) for it in listed] == expected

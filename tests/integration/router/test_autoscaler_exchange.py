@@ -28,9 +28,10 @@ async def test_exchange_reads_load_and_publishes_scaling() -> None:
             async with asyncio.timeout(TIMEOUT_S):
                 while (heard := exchange.latest()) is None:
                     await asyncio.sleep(0.02)
-                while (told := await ledger.scaling()) is None or told.scaling.workers != 3:
+                while [it.scaling.workers for it in await ledger.scaling()] != [3]:
                     await asyncio.sleep(0.02)
             assert heard.load.queued == 7
+            [told] = await ledger.scaling()
             assert told.scaling == Scaling(workers=3, reason="requests wait")
         finally:
             exchange.stop()

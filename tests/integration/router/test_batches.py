@@ -55,7 +55,7 @@ def lines(count: int, tokens: int = TOKENS) -> bytes:
 
 
 def right_text(parts: Cluster, number: int, tokens: int = TOKENS) -> str:
-    return parts.routers[0]._model.tokenizer.decode(right_tokens(prompt_of(number), tokens))
+    return parts.routers[0]._models.first.tokenizer.decode(right_tokens(prompt_of(number), tokens))
 
 
 def text_of(result: Any) -> str:

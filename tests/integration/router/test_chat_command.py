@@ -38,7 +38,7 @@ async def chat(parts: Cluster, *arguments: str, stdin: int = PIPE, stdout: int =
 
 async def prompts(parts: Cluster) -> list[str]:
     page = await parts.ledger.list_requests("")
-    model = parts.routers[0]._model
+    model = parts.routers[0]._models.first
     texts = []
     for entry in page.entries:
         stored = await parts.ledger.read(entry.request_id)

@@ -153,7 +153,7 @@ def named(request_id: str) -> dict[str, str]:
 
 async def ask_fronts(parts: Cluster) -> None:
     """Ask each front for a token, with and without sampling parameters."""
-    address, name = parts.routers[0].http_address, parts.routers[0]._model.name
+    address, name = parts.routers[0].http_address, parts.routers[0]._models.first.name
     own: Mapping[str, Any]
     for suffix, own in (("", {}), ("-own", {"temperature": 1, "top_k": 0})):
         body = {"prompt": "a", "max_tokens": 1, **own}

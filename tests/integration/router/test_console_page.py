@@ -456,8 +456,8 @@ async def test_page_policy_reset_discards_unsaved_input(url: str, chromium: Brow
 @pytest.mark.long
 async def test_page_names_missing_workers_without_drain_estimate(chromium: Browser) -> None:
     async with cluster(1, 0) as parts, opened(chromium, url_of(parts)) as page:
-        parts.routers[0].reconfigure(ROUTER, {}, 1)
-        parts.routers[0].place("ray", 1, "no node with 1 GPU is free")
+        parts.routers[0].reconfigure(ROUTER, {}, {"fake": 1})
+        parts.routers[0].place("ray", {"fake": (1, "no node with 1 GPU is free")})
         missing = "Workers: 0 of 1 ready; 1 pending placement: no node with 1 GPU is free"
         await expect(page.locator("#missing-workers")).to_have_text(missing)
         line = page.locator("#queue-line")

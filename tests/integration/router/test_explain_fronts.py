@@ -221,11 +221,11 @@ async def test_explain_counts_template_rendering_as_receive_time(
     chatting: Cluster, rim: Rim, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     router = chatting.routers[0]
-    assert router._template is not None
+    [template] = router._templates.values()
     # It is there before anybody chats.
-    [process] = router._template._processes
+    [process] = template._processes
     await until(lambda: process._process)
-    template = HeldTemplate(router._template, monkeypatch)
+    template = HeldTemplate(template, monkeypatch)
     messages = [{"role": "user", "content": "hi"}]
     body = {"messages": messages, "max_tokens": 20, "stream": stream}
 

@@ -190,7 +190,7 @@ async def test_health_ready_and_metrics_endpoints(parts: Cluster, address: str) 
     for headers in ({}, odd):
         metrics = await get(address, "/metrics", headers)
         assert metrics.headers["content-type"].startswith("text/plain")
-    assert b'everlift_requests_total{outcome="ok"} 1.0' in metrics.body
+    assert b'everlift_requests_total{model="fake",outcome="ok"} 1.0' in metrics.body
     parts.routers[0]._requests._registry.is_closing = True
     answer = await get(address, "/ready")
     assert (answer.status, answer.error[0]) == (503, "router_stopping")

@@ -36,7 +36,7 @@ QUICK = replace(ROUTER, keep_alive=0.05)
 
 
 def right_text(parts: Cluster, prompt: list[int], count: int) -> str:
-    return parts.routers[0]._model.tokenizer.decode(right_tokens(prompt, count))
+    return parts.routers[0]._models.first.tokenizer.decode(right_tokens(prompt, count))
 
 
 def text_of(events: list[Event], choice: int = 0) -> str:

@@ -151,7 +151,7 @@ PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 async def said(parts: Cluster, path: str, fields: dict[str, Any]) -> Any:
     """Return the message in the answer to a request, without its id."""
-    fields = {"temperature": 0, **fields, "model": parts.routers[0]._model.name}
+    fields = {"temperature": 0, **fields, "model": parts.routers[0]._models.first.name}
     answer = await ask(parts.routers[0].http_address, path, fields)
     assert answer.status == 200, answer.body
     found = answer.json
@@ -204,7 +204,7 @@ async def test_images_above_the_limit_are_refused(chats: Cluster) -> None:
 async def test_later_turn_of_a_response_has_its_image(
     chats: Cluster, in_conversation: bool
 ) -> None:
-    path, name = "/v1/responses", chats.routers[0]._model.name
+    path, name = "/v1/responses", chats.routers[0]._models.first.name
     address = chats.routers[0].http_address
     first = {**body(path, IMAGES[1]), "model": name, "temperature": 0}
     if in_conversation:

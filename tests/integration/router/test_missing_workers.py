@@ -33,26 +33,26 @@ async def test_status_and_metrics_report_missing_workers() -> None:
     async with cluster(workers=0) as parts, AsyncClient(parts.address) as client:
         [router] = parts.routers
         await until(lambda: router._leader.is_leading)
-        router.reconfigure(ROUTER, {}, 2)
+        router.reconfigure(ROUTER, {}, {"fake": 2})
         await until_said(client, "0 of 2 ready; 2 not started")
-        router.place("ray", 2, NO_GPU)
+        router.place("ray", {"fake": (2, NO_GPU)})
         await until_said(client, f"0 of 2 ready; 2 pending placement: {NO_GPU}")
-        one = session_pb2.WorkerStart(name="one", seconds=60.0, elapsed_s=3600.0)
+        one = session_pb2.WorkerStart(name="one", model="fake", seconds=60.0, elapsed_s=3600.0)
         router.worker_starts(one)
         await until_said(
             client,
             f"0 of 2 ready; 1 loading the model for 60 min, 1 pending placement: {NO_GPU}",
         )
         metrics = (await get(router.metrics_address, "/metrics")).body.decode()
-        assert "everlift_wanted_workers 2.0" in metrics
-        assert "everlift_starting_workers 1.0" in metrics
+        assert 'everlift_wanted_workers{model="fake"} 2.0' in metrics
+        assert 'everlift_starting_workers{model="fake"} 1.0' in metrics
         shown = StringIO()
         Console(file=shown, width=200).print(show(await client.status()))
         assert "workers 0 of 2 ready; 1 loading the model" in shown.getvalue()
         await parts.add_worker()
-        router.worker_starts(session_pb2.WorkerStart(name="one", seconds=0.0))
+        router.worker_starts(session_pb2.WorkerStart(name="one", model="fake", seconds=0.0))
         await until_said(client, "1 of 2 ready; 1 pending placement")
-        router.reconfigure(ROUTER, {}, 1)
+        router.reconfigure(ROUTER, {}, {"fake": 1})
         async with asyncio.timeout(30.0):
             while await missing(client):
                 await asyncio.sleep(0.02)
@@ -62,17 +62,19 @@ async def test_missing_workers_count_from_autoscaler_target() -> None:
     async with cluster(workers=0) as parts, AsyncClient(parts.address) as client:
         await until(lambda: parts.routers[0]._leader.is_leading)
         assert await missing(client) == ""
-        await parts.ledger.put_scaling(session_pb2.Scaling(workers=3, reason="requests wait"))
+        await parts.ledger.put_scaling(
+            session_pb2.Scaling(model="fake", workers=3, reason="requests wait")
+        )
         await until_said(client, "0 of 3 ready; 3 not started")
 
 
 async def test_missing_workers_sum_over_clusters_during_upgrade() -> None:
     async with cluster(routers=2, workers=1) as parts, AsyncClient(parts.address) as client:
         old, new = parts.routers
-        old.place("old", 0, "")
-        old.reconfigure(ROUTER, {}, 1)
-        new.place("new", 3, NO_GPU)
-        new.reconfigure(ROUTER, {}, 3)
+        old.place("old", {"fake": (0, "")})
+        old.reconfigure(ROUTER, {}, {"fake": 1})
+        new.place("new", {"fake": (3, NO_GPU)})
+        new.reconfigure(ROUTER, {}, {"fake": 3})
         await until_said(client, f"1 of 4 ready; 3 pending placement: {NO_GPU}")
         await parts.kill_router(new)
         async with asyncio.timeout(30.0):
@@ -83,8 +85,8 @@ async def test_missing_workers_sum_over_clusters_during_upgrade() -> None:
 async def test_explain_names_missing_workers() -> None:
     async with cluster(workers=0) as parts, AsyncClient(parts.address) as client:
         [router] = parts.routers
-        router.reconfigure(ROUTER, {}, 1)
-        router.place("ray", 1, NO_GPU)
+        router.reconfigure(ROUTER, {}, {"fake": 1})
+        router.place("ray", {"fake": (1, NO_GPU)})
         await until_said(client, "0 of 1 ready; 1 pending placement")
         asking = asyncio.create_task(client.generate([1, 2], max_tokens=3, request_id="r").text())
         await until(lambda: router._leader.queued)

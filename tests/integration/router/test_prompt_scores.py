@@ -78,7 +78,7 @@ def scores(prompt: Sequence[int], num_top: int) -> list[Any]:
 async def test_echo_scores_the_prompt_of_every_choice(
     parts: Cluster, address: str, is_text: bool, num_top: int
 ) -> None:
-    tokenizer = parts.routers[0]._model.tokenizer
+    tokenizer = parts.routers[0]._models.first.tokenizer
     prompt: Any = [tokenizer.decode(it) for it in PROMPTS] if is_text else PROMPTS
     body = {"prompt": prompt, "n": 2, "max_tokens": 3, "temperature": 0, "echo": True}
     choices = await choices_of(address, COMPLETIONS, {**body, "logprobs": num_top})

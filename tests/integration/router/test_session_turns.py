@@ -129,7 +129,7 @@ async def test_turn_tokenises_only_its_new_text(
     two: Cluster, router: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also at a router that has the earlier turn from the ledger."""
-    tokenizer, texts = two.routers[router]._model.tokenizer, list[str]()
+    tokenizer, texts = two.routers[router]._models.first.tokenizer, list[str]()
     encode = tokenizer.encode
 
     def recorded(text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -147,7 +147,7 @@ async def test_turn_tokenises_only_its_new_text(
 
 
 async def test_turn_of_another_session_is_tokenised(parts: Cluster) -> None:
-    served = parts.routers[0]._model
+    served = parts.routers[0]._models.first
     for session in ("", "other"):
         chat = Chat(parts, "s")
         before = await chat.say("How many?")
@@ -243,7 +243,7 @@ async def test_turn_is_tokenised_if_the_ledger_fails(two: Cluster, is_stuck: boo
 async def test_turn_of_another_model_is_not_read(two: Cluster) -> None:
     chat = Chat(two, "s")
     before = await chat.say("How many?")
-    two.routers[1]._model.fingerprint = "other"
+    two.routers[1]._models.first.fingerprint = "other"
     turn = await chat.say("More?", 1)
     begin = known(before)
     assert list(turn.request.prompt_ids[: len(begin)]) != begin

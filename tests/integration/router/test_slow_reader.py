@@ -53,7 +53,7 @@ class Counting:
 @asynccontextmanager
 async def serving(gateway: Gateway, requests: Counting) -> AsyncIterator[str]:
     """Serve the gateway; yield the address."""
-    gateway.requests._model.max_model_len = NUM_TOKENS + 2
+    gateway.model.max_model_len = NUM_TOKENS + 2
     server = grpc.aio.server()
     inference = Inference(cast("Requests", requests), gateway.models, GRPC)
     handlers = InferenceServer(inference, cast("Status", None)).handlers(OPEN)

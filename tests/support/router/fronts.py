@@ -40,7 +40,7 @@ class Fronts:
     @classmethod
     def of(cls, parts: Cluster) -> Fronts:
         router = parts.routers[0]
-        return cls(router.address, router.http_address, router._model.name)
+        return cls(router.address, router.http_address, router._models.first.name)
 
     async def native(
         self, request: pb.GenerateRequest | bytes, headers: Headers = NO_HEADERS

@@ -20,7 +20,16 @@ class Samples:
     by_labels: Mapping[tuple[str, ...], float]
 
     def __getitem__(self, key: tuple[str, ...]) -> float:
-        return self.by_labels[key]
+        """Return the sum over all samples of this name that have these labels, at least one."""
+        name, *labels = key
+        found = [
+            value
+            for its, value in self.by_labels.items()
+            if its[0] == name and set(labels) <= set(its[1:])
+        ]
+        if not found:
+            raise KeyError(key)
+        return sum(found)
 
     def total(self, name: str) -> float:
         return sum(value for key, value in self.by_labels.items() if key[0] == name)

@@ -126,6 +126,15 @@ def test_load_reports_total_and_each_model() -> None:
     assert estimates == {"a": 2, "b": 0}
 
 
+def test_changed_worker_is_wanted_at_its_new_model() -> None:
+    leader = Leader("a", "b")
+    leader.placements.join("moved", "b", Capacity(4, 1000, first_model="a"))
+    leader.placements["b"].report("moved", Load(0), 0.0)
+    leader.hear(demands=[pb.WorkerDemand(model=model, workers=2) for model in "ab"])
+    load = leader.state.load(7, 0.0, 0.0)
+    assert {name: it.wanted_workers for name, it in load.models.items()} == {"a": 1, "b": 3}
+
+
 def test_total_load_sums_classes_and_tenants_over_models() -> None:
     def of(queued: int, wait_s: float | None) -> pb.ClusterLoad:
         load = pb.ClusterLoad(queued=queued, workers=1, ray_clusters={"ray": 1}, wait_s=wait_s)
