@@ -259,7 +259,7 @@ class LoadAdapterFields(Fields):
 
     lora_name: str
     lora_path: str
-    model: str | None = Field(None, description="its model; default: the first one")
+    model: str | None = Field(None, description="model of the adapter; default: the first one")
 
     PARAMS: ClassVar[Mapping[str, str]] = {"name": "lora_name", "source": "lora_path"}
 

@@ -116,7 +116,7 @@ def loaded(router: Router) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-async def test_first_use_loads_more_adapters_than_slots(
+async def test_worker_loads_more_adapters_than_it_has_slots(
     ranks: int, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if ranks > 1:  # as the other rank does

@@ -59,7 +59,7 @@ def test_use_of_a_loaded_adapter_needs_no_order() -> None:
     assert not bench.orders and bench.loaded == {"a": 2, "b": 1}
 
 
-def test_first_use_loads_into_an_empty_slot() -> None:
+def test_unloaded_adapter_takes_an_empty_slot() -> None:
     bench = Bench(2, "a")
     assert not bench.use(1, "b")
     assert not bench.use(2, "b")
