@@ -210,16 +210,17 @@ def interchangeable(groups: Sequence[WorkerGroup], group: WorkerGroup) -> list[W
     """Return the groups whose models a worker of ``group`` can serve on command, itself included.
 
     Their workers take the same resources and run Everlift's own engine. The result is empty if
-    there is no other such group, and groups whose number of workers an autoscaler sets do not
-    count, because it would replace a worker that left.
+    there is no other such group.
     """
 
     def resources(it: WorkerGroup) -> tuple[object, ...]:
         worker = it.worker
         return worker.tensor_parallel, it.nodes_per_worker, worker.device, worker.python
 
-    def is_possible(it: WorkerGroup) -> bool:
-        return it.worker.engine == "everlift" and not it.autoscale.is_on
-
-    same = [it for it in groups if is_possible(it) and resources(it) == resources(group)]
-    return same if is_possible(group) and len(same) > 1 else []
+    same = [
+        it
+        for it in groups
+        if it.worker.engine == "everlift" == group.worker.engine
+        and resources(it) == resources(group)
+    ]
+    return same if len(same) > 1 else []

@@ -278,6 +278,7 @@ class Router:
             self._ledger,
             self._leader.view,
             self._models,
+            lambda model: not self._demands[model].HasField("workers"),
         )
         self._inference = Inference(self._requests, self._models, self._transport, self._traces)
 

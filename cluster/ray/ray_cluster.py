@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Self
 
 from cluster.config import Config
 from cluster.errors import ClusterFailed
-from cluster.groups import WorkerGroup
+from cluster.groups import WorkerGroup, interchangeable
 from cluster.local.own_ledger import OwnLedger, write_url
 from cluster.model import pinned
 from cluster.ray import deployments, local_ray
@@ -327,6 +327,10 @@ def _workers(config: Config, group: WorkerGroup, routers: Application) -> Applic
         placement.rank_resources,
         {**rank_environment(threads, worker), **placement.environment},
         log_dir(config),
+        [
+            replace(each.worker, num_threads=threads)
+            for each in interchangeable(config.groups, group)
+        ],
     )
     return workers
 

@@ -11,7 +11,7 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ class Refused(RuntimeError):
 class WorkerDeployment:
     """Deployment of the workers of a model; ``router`` is the handle of the router's deployment.
 
+    ``models`` has the settings for each model that such a worker can serve on command.
+
     Settings that change without a restart are the deployment's user_config, which Serve passes to
     ``reconfigure`` (cluster/ray/deployments.py).
     """
@@ -55,6 +57,7 @@ class WorkerDeployment:
         rank_resources: dict[str, float],
         rank_env: dict[str, str],
         log_dir: Path,
+        models: Sequence[WorkerConfig],
     ) -> None:
         name = serve.get_replica_context().deployment
         logs.configure(name, path=log_dir / f"{name}-{os.getpid()}.log")
@@ -63,6 +66,7 @@ class WorkerDeployment:
         self._rank_resources = rank_resources
         self._rank_env = rank_env
         self._log_dir = log_dir
+        self._models = models
         self._ranks: list[Any] = []
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
@@ -88,13 +92,14 @@ class WorkerDeployment:
 
         def launch(rank: int, rendezvous: str) -> Any:
             actor = _rank_actor(rank, self._rank_resources, runtime_env)
-            return actor.remote(self._config, rank, rendezvous, log_level, self._log_dir)
+            return actor.remote(
+                self._config, rank, rendezvous, log_level, self._log_dir, self._models
+            )
 
         async with self._starting():
             self._ranks = await _launch_all(launch, self._config.num_ranks)
             await asyncio.gather(*(rank.fetch.remote() for rank in self._ranks))
-            infos = await asyncio.gather(*(rank.start.remote() for rank in self._ranks))
-            self._info: bytes = infos[0]
+            await asyncio.gather(*(rank.start.remote() for rank in self._ranks))
             self._watching = [
                 asyncio.create_task(self._exit_when_ended(number, rank))
                 for number, rank in enumerate(self._ranks)
@@ -158,7 +163,8 @@ class WorkerDeployment:
         return True
 
     async def _announce(self) -> None:
-        refusal = await self._router.announce.remote(self._info)
+        # A worker that has changed its model has another id and address.
+        refusal = await self._router.announce.remote(await self._ranks[0].info.remote())
         if refusal:
             raise Refused(f"the router refused this worker: {refusal}")
 
