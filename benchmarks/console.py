@@ -48,7 +48,7 @@ from router.console.counts import Peers
 from router.console.slot_grid import MAX_LANES, Lanes
 from router.console.snapshot import Snapshot
 from router.console.viewer import Viewer
-from router.ledger.base import LoadReport
+from router.ledger.base import LoadReport, ScalingReport
 from tests.support.router.admission_support import Cluster
 from tests.support.router.browser import browser
 from tests.support.router.console_support import FakeCluster, link
@@ -129,7 +129,7 @@ class BusyCluster:
                     sequence.request_id = self._name()
                     sequence.prefilling = not sequence.prefilling
         self._queue.advance(num_busy * SLOTS // 20)
-        self.cluster.queue_estimate = self._queue.queue_estimate()
+        self.cluster.queue_estimates["fake"] = self._queue.queue_estimate()
         self.cluster.observe("ttft", *(self._rng.randint(1, 9) for _ in range(3)))
 
     def load(self) -> LoadReport:
@@ -175,8 +175,9 @@ class _Ledger:
     async def load(self) -> LoadReport:
         return self._busy.load()
 
-    async def scaling(self) -> None:
-        """Return None, because the cluster has no autoscaler."""
+    async def scaling(self) -> list[ScalingReport]:
+        """Return no report, because the cluster has no autoscaler."""
+        return []
 
     async def gateways(self) -> dict[str, str]:
         return {}

@@ -2,10 +2,11 @@
 
     python benchmarks/worker_start.py [--repeats 3] [--out build/bench/worker_start.json]
 
-There are three modes, which take turns, each with the demo model and one running worker:
+There are four modes, which take turns, each with the demo model and one running worker:
 
     process       plain processes; the rank starts in a new interpreter
     fork server   plain processes; the rank is forked from a process with loaded modules
+    model change  a running worker of another model changes to this one on command
     ray           a replica that the autoscaler adds under Ray Serve, because requests are queued
 
 The time is from the request, under Ray from the autoscaler's decision, until the router's status
@@ -23,6 +24,7 @@ import argparse
 import asyncio
 import json
 import os
+import shutil
 import statistics
 import time
 from collections.abc import Coroutine, Iterator, Sequence
@@ -37,7 +39,8 @@ import torch
 
 from benchmarks import report
 from cluster.autoscale.config import AutoscaleConfig
-from cluster.config import Config
+from cluster.config import DEMO_MODEL, Config
+from cluster.groups import ModelGroup
 from cluster.local.processes import ProcessCluster
 from cluster.ray.ray_cluster import RayCluster
 from everlift import AsyncClient
@@ -73,7 +76,12 @@ def main() -> None:
     arguments.add_argument("--repeats", type=int, default=3)
     arguments.add_argument("--out", type=Path, default=Path("build/bench/worker_start.json"))
     options = arguments.parse_args()
-    ways = {"process": _process, "fork server": _fork_server, "ray": _ray}
+    ways = {
+        "process": _process,
+        "fork server": _fork_server,
+        "model change": _model_change,
+        "ray": _ray,
+    }
     raw: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for _ in range(options.repeats):
         for name, way in ways.items():
@@ -92,7 +100,7 @@ def main() -> None:
         raw={"runs": raw, "medians": medians, "weights_s": reading},
         ratios={
             f"{name}_vs_process": round(medians[name]["total_s"] / medians["process"]["total_s"], 3)
-            for name in ("fork server", "ray")
+            for name in ("fork server", "model change", "ray")
         }
         | {
             f"weights_{name}_{count}_readers_vs_1": round(
@@ -184,6 +192,20 @@ async def _fork_server(directory: Path) -> dict[str, float]:
     """Kill a worker, which the cluster then restarts, and measure its start."""
     async with ProcessCluster(_config(directory), revive=True) as cluster:
         return await _measure_start(directory, cluster.addresses, cluster.kill_worker(1))
+
+
+async def _model_change(directory: Path) -> dict[str, float]:
+    other = shutil.copytree(DEMO_MODEL, directory / "other")
+    config = replace(
+        _config(directory),
+        num_workers=1,
+        models={"other": ModelGroup(str(other), worker=_config(directory).worker)},
+    )
+    async with ProcessCluster(config) as cluster, AsyncClient(cluster.addresses) as client:
+        workers = (await client.status()).workers
+        [worker_id] = [it.worker_id for it in workers if it.model == "other"]
+        change = client.change_model(worker_id, DEMO_MODEL.name)
+        return await _measure_start(directory, cluster.addresses, change)
 
 
 async def _ray(directory: Path) -> dict[str, float]:

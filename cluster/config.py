@@ -101,6 +101,8 @@ class Config:
     num_workers: Count = 1
     #: number of Ray nodes over which the ranks of a worker are spread
     nodes_per_worker: Count = 1
+    #: custom Ray resource of which each rank takes one; not set: ranks run on any node
+    worker_resource: str = ""
     #: directory of the embedded ledger's data, the logs, and the cluster's address for other
     #: commands
     state_dir: Path = field(default_factory=_default_state_dir)
@@ -159,16 +161,18 @@ class Config:
             raise ValueError("router.more_models must not be set: set models")
 
     @property
-    def most_workers(self) -> int:
-        """Return the largest number of workers that the cluster can have at the same time."""
-        return self.autoscale.max_workers or self.num_workers
-
-    @property
     def groups(self) -> tuple[WorkerGroup, ...]:
         """Worker groups of all models; the first one is that of the main model."""
         named: dict[str, Config | ModelGroup] = {"": self, **self.models}
         return tuple(
-            WorkerGroup(name, it.worker, it.autoscale, it.num_workers, it.nodes_per_worker)
+            WorkerGroup(
+                name,
+                it.worker,
+                it.autoscale,
+                it.num_workers,
+                it.nodes_per_worker,
+                it.worker_resource,
+            )
             for name, it in named.items()
         )
 

@@ -18,12 +18,12 @@ from router.config import ModelConfig
 from worker.config import FAKE, WorkerConfig
 
 #: Names of groups, which are parts of the names of deployments, pods and files.
-_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,30}[a-z0-9])?")
+GROUP_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,30}[a-z0-9])?")
 #: Settings of autoscaling that apply to the routers, which all models share.
 _OF_ROUTERS = ("max_routers", "requests_per_router")
 #: Settings of the sections worker and autoscale that a further model does not inherit, and settings
 #: of the section router that it inherits.
-_OWN_OF_WORKERS = ("model", "model_revision", "adapters", "internal_tls")
+OWN_OF_WORKERS = ("model", "model_revision", "adapters", "internal_tls")
 _OWN_SCALING = ("min_workers", "max_workers", *_OF_ROUTERS)
 _INHERITED_OF_ROUTER = ("sampling_defaults", "tool_format", "reasoning_format")
 
@@ -40,6 +40,8 @@ class ModelGroup(ModelConfig):
     num_workers: Count = 1
     #: number of Ray nodes over which the ranks of a worker are spread
     nodes_per_worker: Count = 1
+    #: custom Ray resource of which each rank takes one; not set: ranks run on any node
+    worker_resource: str = ""
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
 
@@ -74,6 +76,7 @@ class WorkerGroup:
     autoscale: AutoscaleConfig
     num_workers: int
     nodes_per_worker: int
+    worker_resource: str
 
     @property
     def model(self) -> str:
@@ -174,7 +177,7 @@ def _names(group: str, model: ModelConfig) -> Iterator[tuple[str, str]]:
 
 def check_group_name(name: str) -> None:
     """Raise ValueError if ``name`` cannot be the name of a section of ``models``."""
-    if not _NAME.fullmatch(name):
+    if not GROUP_NAME.fullmatch(name):
         raise ValueError(
             f"models.{name}: the name must have at most 32 lower-case letters, digits and hyphens, "
             "and neither begin nor end with a hyphen"
@@ -187,7 +190,7 @@ def inherited(values: Mapping[str, object]) -> dict[str, object]:
     The result is nested like a section of ``models``. Settings of a wrong type are left out.
     """
     found: dict[str, object] = {}
-    for section, own in (("worker", _OWN_OF_WORKERS), ("autoscale", _OWN_SCALING)):
+    for section, own in (("worker", OWN_OF_WORKERS), ("autoscale", _OWN_SCALING)):
         if isinstance(below := values.get(section), Mapping):
             found[section] = {name: value for name, value in below.items() if name not in own}
     if isinstance(router := values.get("router"), Mapping):
@@ -207,16 +210,17 @@ def interchangeable(groups: Sequence[WorkerGroup], group: WorkerGroup) -> list[W
     """Return the groups whose models a worker of ``group`` can serve on command, itself included.
 
     Their workers take the same resources and run Everlift's own engine. The result is empty if
-    there is no other such group, and groups whose number of workers an autoscaler sets do not
-    count, because it would replace a worker that left.
+    there is no other such group.
     """
 
     def resources(it: WorkerGroup) -> tuple[object, ...]:
         worker = it.worker
         return worker.tensor_parallel, it.nodes_per_worker, worker.device, worker.python
 
-    def is_possible(it: WorkerGroup) -> bool:
-        return it.worker.engine == "everlift" and not it.autoscale.is_on
-
-    same = [it for it in groups if is_possible(it) and resources(it) == resources(group)]
-    return same if is_possible(group) and len(same) > 1 else []
+    same = [
+        it
+        for it in groups
+        if it.worker.engine == "everlift" == group.worker.engine
+        and resources(it) == resources(group)
+    ]
+    return same if len(same) > 1 else []

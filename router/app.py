@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ray import get_runtime_context, serve
 from ray.util import get_node_ip_address, placement_group_table
@@ -28,6 +28,8 @@ from router.missing_workers import unplaced
 from router.router import Router
 
 log = logs.get_logger(__name__)
+
+T = TypeVar("T")
 
 #: Seconds between two queries of Ray for the workers that it cannot place.
 _PLACEMENT_S = 5.0
@@ -49,9 +51,20 @@ class RouterDeployment:
     """
 
     async def __init__(  # type: ignore[misc]
-        self, config: RouterConfig, ledger: LedgerConfig, log_dir: Path
+        self, config: RouterConfig, ledger: LedgerConfig, log_dir: Path, workers: Sequence[str]
     ) -> None:
+        """Create the router without starting it.
+
+        Args:
+            config: Settings of the router.
+            ledger: Settings of the ledger.
+            log_dir: Directory of the log file.
+            workers: Name of the deployment of the workers of each model of ``config``.
+        """
         logs.configure("router", path=log_dir / f"router-{os.getpid()}.log")
+        models = (model.name for model in config.models)
+        #: model of each worker deployment, by the name of the deployment
+        self._models = dict(zip(workers, models, strict=True))
         self._config = replace(config, internal_host=get_node_ip_address())
         self._ledger = _located(ledger)
         self._router: Router | None = None
@@ -59,6 +72,7 @@ class RouterDeployment:
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Apply the settings that change at run time; the first call also starts the router.
 
+        The settings of workers, ``autoscale`` and ``num_workers``, are by worker deployment.
         Serve calls this right after ``__init__``, and again for each changed user_config. Raises
         SettingsError for an invalid setting, ValueError for an unknown log level, and in the first
         call the errors of Router.start and of the connection to the ledger.
@@ -71,9 +85,13 @@ class RouterDeployment:
             await self._start()
         self._running.reconfigure(
             self._config,
-            {self._model: user_config["autoscale"]},
-            {self._model: user_config["num_workers"]},
+            self._by_model(user_config["autoscale"]),
+            self._by_model(user_config["num_workers"]),
         )
+
+    def _by_model(self, values: Mapping[str, T]) -> dict[str, T]:
+        """Return values of worker deployments by the models of these."""
+        return {model: values[deployment] for deployment, model in self._models.items()}
 
     async def _start(self) -> None:
         self._router = await Router.start(
@@ -86,25 +104,32 @@ class RouterDeployment:
     async def _poll_placement(self) -> None:
         cluster = get_runtime_context().get_session_name()
         application = serve.get_replica_context().app_name
-        replicas = f"SERVE_REPLICA::{application}#worker#"
         is_on_kubernetes = "KUBERNETES_SERVICE_HOST" in os.environ
         while self._router is not None:
             try:
                 groups = await asyncio.to_thread(placement_group_table)
-                waiting = unplaced(groups.values(), replicas, is_on_kubernetes=is_on_kubernetes)
-                self._router.place(cluster, {self._model: waiting})
+                waiting = {
+                    model: unplaced(
+                        groups.values(),
+                        f"SERVE_REPLICA::{application}#{deployment}#",
+                        is_on_kubernetes=is_on_kubernetes,
+                    )
+                    for deployment, model in self._models.items()
+                }
+                self._router.place(cluster, waiting)
             except Exception as error:
                 log.info("placement unknown", cause=str(error))
             await asyncio.sleep(_PLACEMENT_S)
 
-    async def worker_starts(self, name: str, seconds: float, elapsed_s: float) -> None:
+    async def worker_starts(self, name: str, seconds: float, elapsed_s: float, model: str) -> None:
         """Report to the leader that a worker is starting.
 
         The arguments are the fields of a WorkerStart: ``name`` identifies the start, ``seconds`` is
-        how long the report is valid, and ``elapsed_s`` how long the start has taken so far.
+        how long the report is valid, ``elapsed_s`` how long the start has taken so far, and
+        ``model`` the name of the worker's model.
         """
         self._running.worker_starts(
-            session_pb2.WorkerStart(name=name, seconds=seconds, elapsed_s=elapsed_s)
+            session_pb2.WorkerStart(name=name, seconds=seconds, elapsed_s=elapsed_s, model=model)
         )
 
     async def announce(self, worker: bytes) -> str:
@@ -119,13 +144,14 @@ class RouterDeployment:
             return str(error)
         return ""
 
-    async def num_workers(self) -> int:
-        """Return the number of workers that are connected to this router.
+    async def num_workers(self) -> dict[str, int]:
+        """Return the number of workers that are connected to this router, by worker deployment.
 
-        If another cluster is the active one (router/active.py), its workers are added. Raises
-        LedgerUnavailable.
+        If another cluster is the active one (router/active.py), those of its workers are added that
+        the workers of the deployment are to replace. Raises LedgerUnavailable.
         """
-        return await self._running.num_workers()
+        numbers = await self._running.num_workers()
+        return {deployment: numbers[model] for deployment, model in self._models.items()}
 
     async def activate(self) -> None:
         """Make this cluster the active one, to whose model clients are sent.
@@ -155,10 +181,6 @@ class RouterDeployment:
         Serve calls this periodically, and starts a new replica after an error.
         """
         self._running.check()
-
-    @property
-    def _model(self) -> str:
-        return self._config.models[0].name
 
     @property
     def _running(self) -> Router:

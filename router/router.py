@@ -6,6 +6,7 @@ import asyncio
 import errno
 import secrets
 import sys
+from collections import Counter
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,6 +82,7 @@ from router.observability.metrics.vllm import VllmCollector
 from router.observability.traces.exporter import otlp
 from router.observability.traces.traces import Traces
 from router.prediction.file import PredictorFile
+from router.replaced_workers import replaced_workers
 from router.requests.manager import Requests
 from router.requests.served_models import ServedModels
 from router.requests.tokenizer import ServedModel
@@ -284,6 +286,7 @@ class Router:
             self._leader.view,
             self._adapters,
             self._models,
+            lambda model: not self._demands[model].HasField("workers"),
         )
         self._inference = Inference(self._requests, self._models, self._transport, self._traces)
 
@@ -463,15 +466,17 @@ class Router:
     def worker_starts(self, start: session_pb2.WorkerStart) -> None:
         self._heartbeat.worker_starts(start)
 
-    async def num_workers(self) -> int:
-        """Return the number of workers that are connected to this router.
+    async def num_workers(self) -> dict[str, int]:
+        """Return the number of workers of each model that are connected to this router.
 
-        If another cluster is the active one (router/active.py), its workers are added. Raises
-        LedgerUnavailable.
+        If another cluster is the active one (router/active.py), those of its workers are added that
+        the workers of the model are to replace. Raises LedgerUnavailable.
         """
-        replaced = await self._ledger.active_load()
-        connected = sum(link.is_up for link in self._sessions.links)
-        return connected + (replaced.load.workers if replaced is not None else 0)
+        names = [model.name for model in self._models]
+        connected = Counter(link.info.model for link in self._sessions.links if link.is_up)
+        active = await self._ledger.active_load()
+        replaced = replaced_workers(active.load if active else session_pb2.ClusterLoad(), names)
+        return {name: connected[name] + replaced[name] for name in names}
 
     async def activate(self) -> None:
         """Make this cluster the active one, to whose model clients are sent.

@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 
 from cluster.config import Config
-from cluster.groups import ModelGroup
+from cluster.groups import GROUP_NAME, ModelGroup
 from cluster.ray.deployments import RUN_TIME_SETTINGS
 from everlift import settings
 from router.config import RouterConfig
@@ -39,7 +39,7 @@ _MODEL_SETTINGS = ("engine", "dtype", "quantization", "load_format", "max_model_
 #: Settings that determine the termination grace period of a router's pod.
 _POD_SETTINGS = ("drain",)
 #: Settings whose defaults contain paths of this machine, which the schema must not contain.
-_LOCAL_DEFAULTS = frozenset({"model", "models.*.model", "state_dir"})
+_LOCAL_DEFAULTS = frozenset({"model", "state_dir"})
 
 Json = dict[str, Any]
 
@@ -156,7 +156,29 @@ def schema() -> Json:
     # A parent chart may set global values for all its dependencies.
     values["properties"]["global"] = {"type": "object"}
     values["properties"]["config"] |= settings_schema(Config(), "")
+    values["properties"]["models"] |= _models_schema(values["properties"]["workers"])
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | values
+
+
+def _models_schema(workers: Json) -> Json:
+    """Return the JSON schema of further models; ``workers`` is that of the first one's workers."""
+    own = {name: each for name, each in workers["properties"].items() if name != "device"}
+    config = settings_schema(ModelGroup(model=FAKE), "")
+    # It applies to routers, and not to the workers of a model.
+    del config["properties"]["autoscale"]["properties"]["requests_per_router"]
+    model = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "minLength": 1},
+            "revision": {"type": "string"},
+            "config": config,
+            "workers": workers | {"properties": own},
+        },
+        "required": ["name"],
+        "additionalProperties": False,
+    }
+    names = {"pattern": f"^{GROUP_NAME.pattern}$"}
+    return {"type": "object", "propertyNames": names, "additionalProperties": model}
 
 
 def _schema_of(value: Any, descriptions: Mapping[str, str], path: str) -> Json:
@@ -194,10 +216,6 @@ def settings_schema(initial: object, section: str) -> Json:
         elif is_dataclass(hint):
             assert isinstance(hint, type)
             properties[name] = settings_schema(getattr(initial, name), f"{path}.")
-        elif get_origin(hint) is Mapping:
-            inner = settings_schema(ModelGroup(model=FAKE), f"{path}.*.")
-            described = {"description": comments[name]}
-            properties[name] = described | {"type": "object", "additionalProperties": inner}
         else:
             described = {"description": comments[name]} if name in comments else {}
             default = {} if path in _LOCAL_DEFAULTS else {"default": defaults[name]}

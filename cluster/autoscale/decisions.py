@@ -28,7 +28,9 @@ class Decisions:
         if decision.workers != workers:
             self._changes.append((now, workers, decision))
 
-    def as_json(self, now: float, max_workers: int, ray_cluster: str) -> session_pb2.Scaling:
+    def as_json(
+        self, now: float, max_workers: int, ray_cluster: str, model: str
+    ) -> session_pb2.Scaling:
         last = self._last
         return session_pb2.Scaling(
             workers=last.workers,
@@ -37,6 +39,7 @@ class Decisions:
             wait_s=last.wait_s,
             reason=last.reason,
             ray_cluster=ray_cluster,
+            model=model,
             changes=[
                 session_pb2.ScalingChange(
                     ago_s=now - changed_at,
@@ -70,7 +73,7 @@ _REASON = "everlift_autoscaler_reason"
 
 
 class Gauge(Protocol):
-    def set(self, value: float, tags: dict[str, str] = ...) -> None: ...
+    def set(self, value: float, tags: dict[str, str]) -> None: ...
 
 
 class GaugeFactory(Protocol):
@@ -78,15 +81,19 @@ class GaugeFactory(Protocol):
 
 
 class Gauges:
-    """Gauges of the autoscaler's decisions, each created by ``create_gauge`` (Ray's Gauge)."""
+    """Gauges of the decisions on the workers of ``model``, with its name as a tag.
 
-    def __init__(self, create_gauge: GaugeFactory) -> None:
+    Each is created by ``create_gauge`` (Ray's Gauge).
+    """
+
+    def __init__(self, create_gauge: GaugeFactory, model: str) -> None:
+        self._tags = {"model": model}
         self._gauges: Mapping[str, Gauge] = {
-            name: create_gauge(name, description=text, tag_keys=())
+            name: create_gauge(name, description=text, tag_keys=("model",))
             for name, text in _GAUGES.items()
         }
         text = "1 for the reason of the last decision."
-        self._reason = create_gauge(_REASON, description=text, tag_keys=("reason",))
+        self._reason = create_gauge(_REASON, description=text, tag_keys=("model", "reason"))
         self._last_reason = ""
 
     def show(self, decision: Decision, load: ClusterLoad, age_s: float, max_workers: int) -> None:
@@ -99,13 +106,13 @@ class Gauges:
             *(age_s, load.queued_tokens, load.worker_rate),
         )
         for gauge, value in zip(self._gauges.values(), values, strict=True):
-            gauge.set(value)
+            gauge.set(value, self._tags)
         self._show_reason(_label(decision.reason))
 
     def _show_reason(self, reason: str) -> None:
         if self._last_reason not in ("", reason):
-            self._reason.set(0, {"reason": self._last_reason})
-        self._reason.set(1, {"reason": reason})
+            self._reason.set(0, self._tags | {"reason": self._last_reason})
+        self._reason.set(1, self._tags | {"reason": reason})
         self._last_reason = reason
 
 

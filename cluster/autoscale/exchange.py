@@ -38,7 +38,7 @@ class LedgerExchange:
     def __init__(self, config: Callable[[], LedgerConfig]) -> None:
         self._config = config
         self._latest: tuple[LoadReport, float] | None = None
-        self._replaced = 0
+        self._replaced: session_pb2.ClusterLoad | None = None
         #: decisions to write next; None if there are none
         self._unwritten: session_pb2.Scaling | None = None
         self._written_at = -_WRITE_INTERVAL_S
@@ -53,12 +53,12 @@ class LedgerExchange:
         report, read_at = self._latest
         return LoadReport(report.load, report.age_s + time.monotonic() - read_at)
 
-    def replaced_workers(self) -> int:
-        """Return the number of workers of the cluster that this cluster is about to replace.
+    def replaced_load(self) -> session_pb2.ClusterLoad | None:
+        """Return the load of the cluster that this cluster is about to replace.
 
-        When the model is changed, a cluster with the old model and its own ledger serves clients
-        until this cluster takes over. The result is 0 if there is no such cluster, or if the ledger
-        has not been read yet.
+        When the models are changed, a cluster with the old models and its own ledger serves clients
+        until this cluster takes over. The result is None if there is no such cluster, or if the
+        ledger has not been read yet.
         """
         return self._replaced
 
@@ -96,7 +96,7 @@ class LedgerExchange:
         if report is not None:
             self._latest = (report, time.monotonic())
         active = await ledger.active_load()
-        self._replaced = active.load.workers if active is not None else 0
+        self._replaced = active.load if active is not None else None
 
     async def _write(self, ledger: Ledger) -> None:
         scaling, now = self._unwritten, time.monotonic()

@@ -1,4 +1,4 @@
-"""Autoscaling policy of the worker deployment, called by Ray Serve in its controller's loop.
+"""Autoscaling policy of a worker deployment, called by Ray Serve in its controller's loop.
 
 Serve calls it up to ten times a second. A call must not block.
 """
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ray import get_runtime_context
 from ray.serve.config import AutoscalingContext
@@ -27,12 +27,15 @@ from everlift import logs, settings
 from everlift.errors import SettingsError
 from everlift.v1.session_pb2 import ClusterLoad
 from router.ledger.config import URL_VARIABLE, LedgerConfig
+from router.replaced_workers import replaced_workers
 
 log = logs.get_logger(__name__)
 
+T = TypeVar("T")
+
 
 class QueuePolicy:
-    """Serve's autoscaling policy for the worker deployment.
+    """Serve's autoscaling policy for the deployment of the workers of ``model``.
 
     ``ledger`` has the settings of the ledger except its URL. The URL contains a password, and Serve
     logs and shows the arguments. So the URL is read from the environment or from ``state_dir``. In
@@ -40,10 +43,11 @@ class QueuePolicy:
     settings are part of the leader's load report.
     """
 
-    def __init__(self, ledger: Mapping[str, Any], state_dir: str) -> None:
+    def __init__(self, ledger: Mapping[str, Any], state_dir: str, model: str) -> None:
+        self._model = model
         logs.configure("autoscaler", path=Path(state_dir, "logs", "autoscaler.log"))
         self._autoscaler = Autoscaler(AutoscaleConfig(max_workers=1))
-        self._gauges = Gauges(Gauge)
+        self._gauges = Gauges(Gauge, model)
         self._decisions = Decisions()
         self._exchange = LedgerExchange(partial(ledger_config, dict(ledger), Path(state_dir)))
         #: invalid settings that were logged last, so that they are logged only once
@@ -53,12 +57,13 @@ class QueuePolicy:
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         report = self._exchange.latest()
-        load, age_s = (report.load, report.age_s) if report else (None, 0.0)
+        load = _of_model(self._model, report.load.models) if report else None
+        age_s = report.age_s if report else 0.0
         target, now = context.target_num_replicas, time.monotonic()
         config = self._settings(context, load)
         self._autoscaler.configure(config)
         others = _num_other_workers(load) if load is not None else 0
-        replaced = self._exchange.replaced_workers()
+        replaced = self._num_replaced_workers(report.load if report else None)
         decision = self._autoscaler.decide(load, age_s, target, now, others, replaced)
         most = config.max_workers or 0
         self._gauges.show(decision, load or ClusterLoad(), age_s, most)
@@ -80,16 +85,35 @@ class QueuePolicy:
                 log.warning("invalid autoscaler settings: using the defaults", cause=str(error))
             return settings.load(AutoscaleConfig, bounds)
 
+    def _num_replaced_workers(self, own: ClusterLoad | None) -> int:
+        replaced = self._exchange.replaced_load()
+        if own is None or replaced is None:
+            return 0
+        return _of_model(self._model, replaced_workers(replaced, own.models)) or 0
+
     def _publish(self, decision: Decision, target: int, most: int, now: float) -> None:
         self._decisions.note(decision, target, now)
-        self._exchange.publish(self._decisions.as_json(now, most, _ray_cluster()))
+        self._exchange.publish(self._decisions.as_json(now, most, _ray_cluster(), self._model))
         if decision.workers != target:
             log.info(
                 "target number of workers changed",
+                model=self._model,
                 before=target,
                 now=decision.workers,
                 reason=decision.reason,
             )
+
+
+def _of_model(model: str, values: Mapping[str, T]) -> T | None:
+    """Return the value of ``model``; None if there is none.
+
+    If there is only one model, its value is returned, whatever its name. This process does not have
+    the model's files, and so may resolve a symbolic link to them otherwise than the routers.
+    """
+    if len(values) == 1:
+        [only] = values.values()
+        return only
+    return values.get(model)
 
 
 def _num_other_workers(load: ClusterLoad) -> int:

@@ -9,8 +9,9 @@ import resource
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -18,6 +19,7 @@ from packaging.requirements import Requirement
 from cluster import endpoint
 from cluster.config import Config
 from cluster.doctor.finding import Finding, broken, doubtful, fine
+from cluster.groups import WorkerGroup
 from cluster.threads import threads_per_rank
 from everlift import model_files
 from everlift.adapters import parse_adapters
@@ -25,7 +27,8 @@ from everlift.errors import EverliftError
 from everlift.gguf_header import is_gguf, read_gguf_header
 from everlift.hub import is_hub_id
 from everlift.model_files import ModelUnavailable
-from worker.config import FAKE
+from router.config import SamplingDefaults
+from worker.config import WorkerConfig
 
 _OLDEST_PYTHON = (3, 11)
 _DISTRIBUTION = "everlift"
@@ -47,16 +50,26 @@ _TRIED_MIB = 2048
 
 
 def examine(config: Config) -> Iterator[Finding]:
+    """Check this machine for all workers of ``config``, and the files of each model.
+
+    The subject of a finding that concerns one of several models names its group.
+    """
     yield _python()
     yield _packages()
-    yield from _device(config)
-    yield _threads(config)
-    yield _memory(config)
-    yield _model(config)
-    yield from _adapters(config)
+    yield from _device(config.groups)
+    yield _threads(config.groups)
+    yield _memory(config.groups)
+    for group, model in zip(config.groups, config.router.models, strict=True):
+        yield _named(group, _model(group, model.sampling_defaults))
+        yield from (_named(group, finding) for finding in _adapters(group))
     yield _state(config)
     yield _ports(config)
     yield _descriptors()
+
+
+def _named(group: WorkerGroup, finding: Finding) -> Finding:
+    """Return ``finding`` on a model with the name of its group, if it is not the main model."""
+    return replace(finding, subject=f"{finding.subject} {group.name}".strip())
 
 
 def _python() -> Finding:
@@ -104,29 +117,32 @@ def _other_version(requirement: Requirement) -> str:
     return f"{requirement.name} is {version}, not {requirement.specifier}"
 
 
-def _device(config: Config) -> Iterator[Finding]:
+def _device(groups: Sequence[WorkerGroup]) -> Iterator[Finding]:
     import torch
 
-    build, device = torch.__version__, config.worker.device
+    build, devices = torch.__version__, {group.worker.device for group in groups}
     if torch.cuda.is_available():
         count, name = torch.cuda.device_count(), torch.cuda.get_device_name()
         yield fine("device", f"{count} x {name}, torch {build}")
-        yield _ranks(config, count)
-        if device != "cpu":
+        for group in groups:
+            yield _named(group, _ranks(group, count))
+        if devices != {"cpu"}:
             yield _kernels()
-    elif shutil.which("nvidia-smi") and device != "cpu":
+    elif shutil.which("nvidia-smi") and devices != {"cpu"}:
         mend = "install the CUDA build of torch, or check the driver with nvidia-smi"
         yield broken("device", f"there is an NVIDIA driver, but torch {build} finds no GPU", mend)
-    elif device == "cuda":
-        mend = "run it on a machine with a GPU, or set worker.device to cpu"
-        yield broken("device", "worker.device is cuda, but torch finds no GPU", mend)
+    elif "cuda" in devices:
+        setting = next(it.section for it in groups if it.worker.device == "cuda") + "worker.device"
+        mend = f"run it on a machine with a GPU, or set {setting} to cpu"
+        yield broken("device", f"{setting} is cuda, but torch finds no GPU", mend)
     else:
         yield fine("device", f"CPU, {_cores()} cores, torch {build}")
-        if config.model != FAKE:
-            yield _cpu_kernels(config)
+        for group in groups:
+            if not group.worker.is_fake:
+                yield _named(group, _cpu_kernels(groups, group))
 
 
-def _cpu_kernels(config: Config) -> Finding:
+def _cpu_kernels(groups: Sequence[WorkerGroup], group: WorkerGroup) -> Finding:
     """Return a finding that describes the matrix product kernels of a worker on this CPU.
 
     Kernels that were never used on this machine are compiled first.
@@ -139,7 +155,7 @@ def _cpu_kernels(config: Config) -> Finding:
     from worker.native import native
     from worker.runner.build import quantised_dtype, weights_dtype
 
-    worker, cpu = config.worker, torch.device("cpu")
+    worker, cpu = group.worker, torch.device("cpu")
     try:
         dtype = stored = choose_dtype(worker.dtype, cpu, worker.quantization)
         quantised = quantised_dtype(worker, dtype, cpu)
@@ -149,11 +165,12 @@ def _cpu_kernels(config: Config) -> Finding:
     # A problem with the model has a finding of its own.
     format = None
     with suppress(ValueError, ModelUnavailable):
-        directory = _directory(config)
+        directory = _directory(worker)
         format = read_spec(directory).weight_format
         stored = weights_dtype(worker, directory, dtype, cpu)
     codes = None if format is None else format.codes
-    says = describe_kernels(dtype, quantised or stored, threads_per_rank(config, _cores()), codes)
+    threads = threads_per_rank(groups, group, _cores())
+    says = describe_kernels(dtype, quantised or stored, threads, codes)
     if native.why_no_code():
         return doubtful("kernels", f"{says}: SLOWER", "install g++")
     return fine("kernels", says)
@@ -174,8 +191,8 @@ def _kernels() -> Finding:
     return fine("kernels", "Triton kernels work")
 
 
-def _ranks(config: Config, gpus: int) -> Finding:
-    size = config.worker.tensor_parallel
+def _ranks(group: WorkerGroup, gpus: int) -> Finding:
+    size = group.worker.tensor_parallel
     if size <= gpus:
         return fine("ranks", f"{size} per worker: the GPUs are enough for {gpus // size} workers")
     return doubtful(
@@ -185,26 +202,28 @@ def _ranks(config: Config, gpus: int) -> Finding:
     )
 
 
-def _threads(config: Config) -> Finding:
+def _threads(groups: Sequence[WorkerGroup]) -> Finding:
     cores = _cores()
-    ranks = config.most_workers * config.worker.tensor_parallel
-    threads = ranks * threads_per_rank(config, cores)
+    threads = sum(each.most_ranks * threads_per_rank(groups, each, cores) for each in groups)
     says = f"{threads} threads for all ranks, {cores} cores"
     if threads > cores:
         return doubtful("threads", says, "run fewer workers here, or lower worker.num_threads")
     return fine("threads", says)
 
 
-def _memory(config: Config) -> Finding:
-    worker = config.worker
-    swap_mib = worker.swap_mib if worker.preemption == "swap" else 0
-    a_worker = worker.cpu_kv_cache_mib + swap_mib + _RANK_MIB * worker.tensor_parallel
-    needed = config.most_workers * (a_worker + _weights_mib(config))
+def _memory(groups: Sequence[WorkerGroup]) -> Finding:
+    needed = sum(group.most_workers * _worker_mib(group.worker) for group in groups)
     available = _available_mib()
     says = f"{needed} MiB at most for all workers, {available} MiB are free"
     if needed > available:
         return doubtful("memory", says, "run fewer workers here, or lower worker.kv_cache_mib")
     return fine("memory", says)
+
+
+def _worker_mib(worker: WorkerConfig) -> int:
+    swap_mib = worker.swap_mib if worker.preemption == "swap" else 0
+    ranks_mib = _RANK_MIB * worker.tensor_parallel
+    return worker.cpu_kv_cache_mib + swap_mib + ranks_mib + _weights_mib(worker)
 
 
 def _available_mib() -> int:
@@ -217,19 +236,19 @@ def _available_mib() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _MIB
 
 
-def _directory(config: Config) -> Path:
+def _directory(worker: WorkerConfig) -> Path:
     """Return the directory of the configured model, without downloading it.
 
     Raises ModelUnavailable if the model is not on this machine.
     """
-    return model_files.locate(config.model, config.model_revision, weights=False)
+    return model_files.locate(worker.model, worker.model_revision, weights=False)
 
 
-def _weights_mib(config: Config) -> int:
-    if config.model == FAKE or not config.worker.reads_weights:
+def _weights_mib(worker: WorkerConfig) -> int:
+    if worker.is_fake or not worker.reads_weights:
         return 0
     try:
-        files = model_files.weight_files(_directory(config))
+        files = model_files.weight_files(_directory(worker))
     except (ModelUnavailable, ValueError):
         return 0
     return sum(_loaded_bytes(file) for file in files if file.is_file()) // _MIB
@@ -242,29 +261,30 @@ def _loaded_bytes(file: Path) -> int:
     return sum(4 * math.prod(tensor.shape) for tensor in read_gguf_header(file).tensors)
 
 
-def _model(config: Config) -> Finding:
+def _model(group: WorkerGroup, sampling_defaults: SamplingDefaults) -> Finding:
     from router.requests.tokenizer import ServedModel
     from worker.model.spec import UnsupportedModel
     from worker.model.weights import stored_dtype
 
-    mend = "set model to a model whose files are complete"
+    worker = group.worker
+    mend = f"set {group.section}model to a model whose files are complete"
     try:
-        if is_hub_id(config.model, config.model_revision):
-            return fine("model", f"{config.model}: fetched from the hub when a worker starts")
+        if is_hub_id(worker.model, worker.model_revision):
+            return fine("model", f"{worker.model}: fetched from the hub when a worker starts")
         model = ServedModel.load(
-            config.model,
-            config.model_revision,
-            sampling_defaults=config.router.sampling_defaults,
+            worker.model,
+            worker.model_revision,
+            sampling_defaults=sampling_defaults,
         )
-        if missing := _missing_weights(config):
-            return broken("model", f"{config.model} lacks {', '.join(missing)}", mend)
-        is_tried = _try_architecture(config)
-        if config.model != FAKE and config.worker.reads_weights:
+        if missing := _missing_weights(worker):
+            return broken("model", f"{worker.model} lacks {', '.join(missing)}", mend)
+        is_tried = _try_architecture(worker)
+        if not worker.is_fake and worker.reads_weights:
             # This call reads the headers of the weight files, which may be damaged or truncated.
-            stored_dtype(_directory(config))
+            stored_dtype(_directory(worker))
     except UnsupportedModel as error:
         return broken(
-            "model", f"{config.model}: {error}", "see worker/model/README.md for supported models"
+            "model", f"{worker.model}: {error}", "see worker/model/README.md for supported models"
         )
     except (EverliftError, ModelUnavailable, ValueError) as error:
         return broken("model", str(error), mend)
@@ -276,46 +296,49 @@ def _model(config: Config) -> Finding:
     return fine("model", says)
 
 
-def _adapters(config: Config) -> Iterator[Finding]:
+def _adapters(group: WorkerGroup) -> Iterator[Finding]:
     """Yield a finding on the LoRA adapters, if there are any and the model is on this machine."""
     from cluster.model import check_adapters
     from worker.model.adapters import BadAdapter
     from worker.model.spec import UnsupportedModel
 
-    sources = parse_adapters(config.adapters)
-    if not sources or config.model == FAKE:
+    worker = group.worker
+    sources = parse_adapters(worker.adapters)
+    if not sources or worker.is_fake:
         return
     # A problem with the model has a finding of its own.
     with suppress(ModelUnavailable, UnsupportedModel):
-        directory = _directory(config)
+        directory = _directory(worker)
         local = [
             text
-            for text, source in zip(config.adapters, sources, strict=True)
+            for text, source in zip(worker.adapters, sources, strict=True)
             if not source.is_hub_id
         ]
         try:
-            check_adapters(local, directory, config.worker.engine)
+            check_adapters(local, directory, worker.engine)
         except (BadAdapter, ModelUnavailable) as error:
-            yield broken("adapters", str(error), "set adapters to adapters of this model")
+            yield broken(
+                "adapters", str(error), f"set {group.section}adapters to adapters of this model"
+            )
         else:
             yield fine("adapters", ", ".join(source.name for source in sources))
 
 
-def _try_architecture(config: Config) -> bool:
+def _try_architecture(worker: WorkerConfig) -> bool:
     from worker.runner.build import spec_of, try_modules
 
-    if config.model == FAKE or spec_of(config.worker, _directory(config)) is not None:
+    if worker.is_fake or spec_of(worker, _directory(worker)) is not None:
         return True
-    if _weights_mib(config) > _TRIED_MIB:
+    if _weights_mib(worker) > _TRIED_MIB:
         return False
-    try_modules(config.worker, _directory(config))
+    try_modules(worker, _directory(worker))
     return True
 
 
-def _missing_weights(config: Config) -> list[str]:
-    if config.model == FAKE or not config.worker.reads_weights:
+def _missing_weights(worker: WorkerConfig) -> list[str]:
+    if worker.is_fake or not worker.reads_weights:
         return []
-    files = model_files.weight_files(_directory(config))
+    files = model_files.weight_files(_directory(worker))
     return [file.name for file in files if not file.is_file()]
 
 

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from cluster import config as configuration
 from cluster.config import Config
+from cluster.groups import OWN_OF_WORKERS, ModelGroup, inherited
 from cluster.model import pinned
 from cluster.ray import deployments, ray_cluster
 from everlift import settings
@@ -49,7 +51,7 @@ def application(args: Mapping[str, object]) -> Application:
             f"{', '.join(run_time)}: must be set in `deployments`, as `everlift build` does, and "
             "not in `args`, which restart all actors"
         )
-    config = settings.load(Config, args)
+    config = configuration.load(None, {}, options=args)
     check_shown(config)
     return ray_cluster.upgradable_application(
         asyncio.run(pinned(replace(config, ray_address="auto")))
@@ -89,7 +91,7 @@ def _divided(values: Mapping[str, Any], path: str = "") -> tuple[dict[str, Any],
     args: dict[str, Any] = {}
     run_time: list[str] = []
     for name, value in values.items():
-        if path + name in deployments.RUN_TIME_SETTINGS:
+        if deployments.is_run_time(path + name):
             run_time.append(path + name)
         elif isinstance(value, Mapping):
             below, found = _divided(value, f"{path}{name}.")
@@ -126,9 +128,20 @@ def _set(config: Config) -> dict[str, Any]:
     values: dict[str, Any] = settings.to_dict(config)
     for section in ("router", "worker"):
         values[section]["adapters"] = []
+    values["router"]["more_models"] = []
+    models = {name: _set_of_model(values, each) for name, each in values.pop("models").items()}
     in_common = {name: values[name] for name in _IN_COMMON}
     shown = _different(in_common, settings.to_dict(Config()))
-    return {"model": config.model} | shown | _different(values, settings.to_dict(whole))
+    shown = {"model": config.model} | shown | _different(values, settings.to_dict(whole))
+    return shown | ({"models": models} if models else {})
+
+
+def _set_of_model(whole: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a further model that it does not inherit, and its model."""
+    defaults = settings.to_dict(ModelGroup(model=model["model"]))
+    base = settings.merge(defaults, inherited(whole))
+    worker = {name: value for name, value in model["worker"].items() if name not in OWN_OF_WORKERS}
+    return {"model": model["model"]} | _different({**model, "worker": worker}, base)
 
 
 def _different(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

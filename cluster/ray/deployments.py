@@ -11,16 +11,21 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from cluster.autoscale.config import AutoscaleConfig
 from cluster.config import Config
+from cluster.groups import WorkerGroup
 from everlift import settings
+from router.config import RouterConfig
 from router.leader.policy_store import ROUTER_SETTINGS
 
 #: Name of the Serve application.
 APPLICATION = "everlift"
-ROUTER, WORKER = "router", "worker"
-#: Dotted paths of the settings that are options of deployments. ``autoscale`` is a whole section.
+ROUTER = "router"
+#: Dotted paths of the settings that are options of deployments, with "*" for the name of a model.
+#: ``autoscale`` is a whole section.
 RUN_TIME_SETTINGS = (
     *("num_routers", "num_workers", "log_level", "autoscale"),
+    *("models.*.num_workers", "models.*.autoscale"),
     *(f"router.{name}" for name in ROUTER_SETTINGS),
 )
 WORKER_POLICY = "cluster.autoscale.serve_policy:QueuePolicy"
@@ -29,50 +34,72 @@ ROUTER_POLICY = "cluster.autoscale.router_policy:RouterPolicy"
 _BOUNDS = ("min_workers", "max_workers", "max_routers")
 
 
+def is_run_time(path: str) -> bool:
+    """Return whether the setting with the dotted ``path`` is an option of deployments."""
+    section, *names = path.split(".")
+    if section == "models" and names:
+        names[0] = "*"
+    return ".".join((section, *names)) in RUN_TIME_SETTINGS
+
+
 def options(config: Config) -> dict[str, dict[str, Any]]:
-    """Return Serve's options of each deployment, by the name of the deployment."""
-    return {
-        ROUTER: {**_routers(config), "user_config": _router_settings(config)},
-        WORKER: {**_workers(config), "user_config": {"log_level": config.log_level}},
+    """Return Serve's options of each deployment, by the name of the deployment.
+
+    The workers of a model are a deployment, whose name is the label of their group.
+    """
+    workers = {
+        group.label: {**_workers(config, group), "user_config": {"log_level": config.log_level}}
+        for group in config.groups
     }
+    return {ROUTER: {**_routers(config), "user_config": _router_settings(config)}, **workers}
 
 
 def _router_settings(config: Config) -> dict[str, Any]:
-    values: Any = settings.to_dict(config)
-    defaults: Any = settings.to_dict(Config())
-    changed = {
-        section: {
-            name: value
-            for name, value in values[section].items()
-            if value != defaults[section][name]
-        }
-        for section in ("router", "autoscale")
-    }
+    """Return the user_config of the routers; it has settings of workers by deployment."""
+    groups = config.groups
     return {
         "log_level": config.log_level,
-        "num_workers": None if config.autoscale.is_on else config.num_workers,
-        "router": {n: v for n, v in changed["router"].items() if n in ROUTER_SETTINGS},
+        "num_workers": {
+            group.label: None if group.autoscale.is_on else group.num_workers for group in groups
+        },
+        "router": {
+            name: value
+            for name, value in _changed(config.router, RouterConfig()).items()
+            if name in ROUTER_SETTINGS
+        },
         "autoscale": {
-            name: value for name, value in changed["autoscale"].items() if name not in _BOUNDS
+            group.label: {
+                name: value
+                for name, value in _changed(group.autoscale, AutoscaleConfig()).items()
+                if name not in _BOUNDS
+            }
+            for group in groups
         },
     }
+
+
+def _changed(section: object, default: object) -> dict[str, Any]:
+    defaults = settings.to_dict(default)
+    values = settings.to_dict(section)
+    return {name: value for name, value in values.items() if value != defaults[name]}
 
 
 def _routers(config: Config) -> dict[str, Any]:
     most = config.autoscale.max_routers
     if most is None:
         return {"num_replicas": config.num_routers}
-    return _autoscaled(config, config.num_routers, most, ROUTER_POLICY)
+    return _autoscaled(config.num_routers, most, ROUTER_POLICY, _policy_arguments(config))
 
 
-def _workers(config: Config) -> dict[str, Any]:
-    autoscale = config.autoscale
+def _workers(config: Config, group: WorkerGroup) -> dict[str, Any]:
+    autoscale = group.autoscale
     if autoscale.max_workers is None:
-        return {"num_replicas": config.num_workers}
-    return _autoscaled(config, autoscale.min_workers, autoscale.max_workers, WORKER_POLICY)
+        return {"num_replicas": group.num_workers}
+    arguments = {**_policy_arguments(config), "model": group.model}
+    return _autoscaled(autoscale.min_workers, autoscale.max_workers, WORKER_POLICY, arguments)
 
 
-def _autoscaled(config: Config, least: int, most: int, policy: str) -> dict[str, Any]:
+def _autoscaled(least: int, most: int, policy: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "autoscaling_config": {
             "min_replicas": least,
@@ -82,7 +109,7 @@ def _autoscaled(config: Config, least: int, most: int, policy: str) -> dict[str,
             "downscale_delay_s": 0.0,
             # A change of the policy's arguments restarts all actors, so they contain no setting
             # that may change at run time.
-            "policy": {"policy_function": policy, "policy_kwargs": _policy_arguments(config)},
+            "policy": {"policy_function": policy, "policy_kwargs": arguments},
         }
     }
 

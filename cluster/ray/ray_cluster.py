@@ -3,7 +3,8 @@
 this process ─┬─ valkey-server    unless ledger.url names another server
               └─ Ray              started on this machine, or already running at ray_address
                    ├─ router deployment
-                   └─ worker deployment: one placement group per replica, one actor per rank
+                   └─ worker deployment of each model: one placement group per replica, one actor
+                      per rank
 
 With vLLM as the engine a worker has one rank. vLLM starts processes of its own on the node of the
 rank, or actors if the placement group has several bundles.
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Self
 
 from cluster.config import Config
 from cluster.errors import ClusterFailed
+from cluster.groups import WorkerGroup, interchangeable
 from cluster.local.own_ledger import OwnLedger, write_url
 from cluster.model import pinned
 from cluster.ray import deployments, local_ray
@@ -110,9 +112,10 @@ class RayCluster:
             await self._wait_until(_has_router)
             await self._find_router()
             stage.result = listening(config, self.addresses, self.http_addresses)
-        with self._stages.stage("workers", f"loading {config.worker.name}") as stage:
+        models = ", ".join(group.model for group in config.groups)
+        with self._stages.stage("workers", f"loading {models}") as stage:
             await self._wait_until(lambda application: application.status == "RUNNING")
-            stage.result = f"ready with {config.worker.name}"
+            stage.result = f"ready with {models}"
 
     def _ray_location(self) -> str:
         address = self.config.ray_address
@@ -181,7 +184,8 @@ class RayCluster:
 
         Ray must be running.
         """
-        if config.autoscale.is_on or config.autoscale.max_routers is not None:
+        scales = any(group.autoscale.is_on for group in config.groups)
+        if scales or config.autoscale.max_routers is not None:
             # The autoscaling policies in Serve's controller read the URL from the state directory,
             # so that Serve's own records do not contain it.
             write_url(config, self._ledger_config.url)
@@ -224,8 +228,8 @@ class RayCluster:
         )
 
     def _needed_cpus(self) -> int:
-        ranks = self.config.most_workers * self.config.worker.tensor_parallel
-        return ranks * threads_per_rank(self.config, _cores())
+        groups = self.config.groups
+        return sum(group.most_ranks * threads_per_rank(groups, group, _cores()) for group in groups)
 
 
 def _has_router(application: ApplicationStatusOverview) -> bool:
@@ -268,7 +272,10 @@ def application(config: Config) -> Application:
 
     If the ledger's settings have no URL, the routers read it from their environment.
     """
-    return _workers(config, _routers(config))
+    if config.models:
+        # Serve needs a deployment that has all others as its arguments.
+        return upgradable_application(config)
+    return _workers(config, config.groups[0], _routers(config))
 
 
 def upgradable_application(config: Config) -> Application:
@@ -279,8 +286,9 @@ def upgradable_application(config: Config) -> Application:
     from cluster.ray.upgrade_gate import UpgradeGate
 
     routers = _routers(config)
+    workers = [_workers(config, group, routers) for group in config.groups]
     gated: Application = UpgradeGate.bind(  # type: ignore[attr-defined]
-        _workers(config, routers), routers, log_dir(config)
+        routers, log_dir(config), *workers
     )
     return gated
 
@@ -293,30 +301,36 @@ def _routers(config: Config) -> Application:
         max_replicas_per_node=1,
         ray_actor_options={"num_cpus": 0, "resources": _router_resources(config)},
         graceful_shutdown_timeout_s=config.router.drain + 5.0,
-    ).bind(config.router, config.ledger, log_dir(config))
+    ).bind(config.router, config.ledger, log_dir(config), [group.label for group in config.groups])
     return routers
 
 
-def _workers(config: Config, routers: Application) -> Application:
+def _workers(config: Config, group: WorkerGroup, routers: Application) -> Application:
     import ray
 
     from worker.serving.app import WorkerDeployment
 
-    threads = threads_per_rank(config, _cores() if config.ray_address == LOCAL else 1)
+    worker, cores = group.worker, _cores() if config.ray_address == LOCAL else 1
+    threads = threads_per_rank(config.groups, group, cores)
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    placement = _placement(config, nodes, _rank_resources(config.worker.device, nodes, threads))
+    placement = _placement(group, nodes, _rank_resources(group, nodes, threads))
     workers: Application = WorkerDeployment.options(  # type: ignore[attr-defined]
-        **deployments.options(config)[deployments.WORKER],
+        name=group.label,
+        **deployments.options(config)[group.label],
         ray_actor_options={"num_cpus": 0},
         placement_group_bundles=placement.bundles,
         placement_group_strategy=placement.strategy,
-        graceful_shutdown_timeout_s=config.worker.drain_timeout + 5.0,
+        graceful_shutdown_timeout_s=worker.drain_timeout + 5.0,
     ).bind(
-        replace(config.worker, num_threads=threads),
+        replace(worker, num_threads=threads),
         routers,
         placement.rank_resources,
-        {**rank_environment(threads, config.worker), **placement.environment},
+        {**rank_environment(threads, worker), **placement.environment},
         log_dir(config),
+        [
+            replace(each.worker, num_threads=threads)
+            for each in interchangeable(config.groups, group)
+        ],
     )
     return workers
 
@@ -339,7 +353,7 @@ class _Placement:
 
 
 def _placement(
-    config: Config, nodes: Sequence[Mapping[str, float]], resources: dict[str, float]
+    group: WorkerGroup, nodes: Sequence[Mapping[str, float]], resources: dict[str, float]
 ) -> _Placement:
     """Return the placement of a worker with ``resources`` for each of its devices.
 
@@ -347,27 +361,29 @@ def _placement(
     runs an actor in each bundle, and the rank needs no GPU. Raises ClusterFailed if a worker of
     vLLM without GPUs does not fit on one node.
     """
-    size = config.worker.tensor_parallel
+    size = group.worker.tensor_parallel
     # The resources of nodes that do not exist yet are unknown.
-    strategy = "PACK" if config.nodes_per_worker > 1 else _strategy(nodes, resources, size)
-    if config.worker.num_ranks == size:
+    strategy = "PACK" if group.nodes_per_worker > 1 else _strategy(nodes, resources, size)
+    if group.worker.num_ranks == size:
         return _Placement([resources] * size, strategy, resources)
     if strategy == "STRICT_PACK":
         whole = {name: size * each for name, each in resources.items()}
         return _Placement([whole], strategy, whole)
     if "GPU" not in resources:
         raise ClusterFailed(
-            f"no node has the resources of a worker with worker.tensor_parallel {size}, and vLLM "
-            "uses several nodes only with GPUs: lower worker.tensor_parallel or worker.num_threads"
+            f"no node has the resources of a worker with {group.section}worker.tensor_parallel "
+            f"{size}, and vLLM uses several nodes only with GPUs: lower it or worker.num_threads"
         )
     return _Placement([resources] * size, strategy, {}, _SEES_GPUS)
 
 
 def _rank_resources(
-    device: str, nodes: Sequence[Mapping[str, float]], threads: int
+    group: WorkerGroup, nodes: Sequence[Mapping[str, float]], threads: int
 ) -> dict[str, float]:
+    device, own = group.worker.device, group.worker_resource
     has_gpus = device == "cuda" or (device == "auto" and any(node.get("GPU") for node in nodes))
-    return {"CPU": float(threads)} | ({"GPU": 1.0} if has_gpus else {})
+    gpu = {"GPU": 1.0} if has_gpus else {}
+    return {"CPU": float(threads)} | gpu | ({own: 1.0} if own else {})
 
 
 def _strategy(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +35,25 @@ _SETTLED_S = 10.0
 
 
 class Progress:
-    """Progress of an upgrade: whether the new cluster has enough workers. Pure."""
+    """Progress of an upgrade: whether the new cluster has enough workers of each model. Pure."""
 
     def __init__(self) -> None:
         self._complete_since: float | None = None
 
-    def is_enough(self, own: int, total: int, *, is_complete: bool, now: float) -> bool:
+    def is_enough(
+        self, own: Mapping[str, int], total: Mapping[str, int], *, is_complete: bool, now: float
+    ) -> bool:
         """Return whether this cluster has enough workers, so that the other cluster may be removed.
 
-        All workers of this cluster must be running. In addition, there must be at least as many as
-        in the other clusters together, or all must have been running for ``_SETTLED_S`` seconds.
+        All workers of this cluster must be running. In addition, there must be at least as many of
+        each deployment as in the other clusters together, or all must have been running for
+        ``_SETTLED_S`` seconds.
 
         Args:
-            own: Number of running workers of this cluster.
-            total: Number of workers of all serving clusters. These are the workers to which the
-                router is connected, and the workers of an active cluster of another model.
+            own: Number of running workers of this cluster, by the name of their deployment.
+            total: Number of workers of all serving clusters, by the name of the deployment here.
+                These are the workers to which the router is connected, and the workers of an active
+                cluster of other models.
             is_complete: Whether all workers that this cluster is to have are running.
             now: Monotonic time in seconds.
         """
@@ -58,7 +63,8 @@ class Progress:
         if self._complete_since is None:
             self._complete_since = now
         # This cluster may be allowed fewer workers than the other one has.
-        return own >= total - own or now - self._complete_since >= _SETTLED_S
+        is_as_large = all(own[name] >= total[name] - own[name] for name in own)
+        return is_as_large or now - self._complete_since >= _SETTLED_S
 
 
 @serve.deployment(name="gate", ray_actor_options={"num_cpus": 0})
@@ -66,25 +72,26 @@ class UpgradeGate:
     """Deployment of one replica that becomes ready when the cluster has enough workers."""
 
     async def __init__(  # type: ignore[misc]
-        self, workers: DeploymentHandle[Any], router: DeploymentHandle[Any], log_dir: Path
+        self, router: DeploymentHandle[Any], log_dir: Path, *workers: DeploymentHandle[Any]
     ) -> None:
         """Wait until the gate opens; Serve regards the replica as starting until this returns.
 
         Args:
-            workers: Worker deployment. Serve adds it to the application because it is an argument.
             router: Router deployment. It returns the number of workers, and makes this cluster the
                 active one.
             log_dir: Directory of the log file.
+            workers: Worker deployments. Serve adds them to the application because they are
+                arguments.
         """
         logs.configure("gate", path=log_dir / f"gate-{os.getpid()}.log")
-        self._workers = workers
+        self._names = [each.deployment_name for each in workers]
         self._router = router
         self._progress = Progress()
         while not await self._is_open():
             await asyncio.sleep(_POLL_S)
 
     async def _is_open(self) -> bool:
-        own, is_complete = await asyncio.to_thread(_workers)
+        own, is_complete = await asyncio.to_thread(_running_workers, self._names)
         now = time.monotonic()
         try:
             total = await self._router.num_workers.remote()
@@ -99,7 +106,8 @@ class UpgradeGate:
         return True
 
 
-def _workers() -> tuple[int, bool]:
-    """Return the number of running workers of this cluster, and whether none is missing."""
-    found = serve.status().applications[deployments.APPLICATION].deployments[deployments.WORKER]
-    return found.replica_states.get(ReplicaState.RUNNING, 0), found.status == "HEALTHY"
+def _running_workers(names: Sequence[str]) -> tuple[dict[str, int], bool]:
+    """Return the number of running workers by deployment, and whether none is missing."""
+    found = serve.status().applications[deployments.APPLICATION].deployments
+    running = {name: found[name].replica_states.get(ReplicaState.RUNNING, 0) for name in names}
+    return running, all(found[name].status == "HEALTHY" for name in names)

@@ -88,7 +88,7 @@ preStop:
 {{- define "everlift.workerResources" -}}
 {{- $resources := deepCopy .group.resources -}}
 {{- if eq .root.Values.workers.device "cuda" -}}
-  {{- $gpus := dict .group.gpuResource (include "everlift.ranksPerPod" .root | int) -}}
+  {{- $gpus := dict .group.gpuResource (include "everlift.ranksPerPod" .group | int) -}}
   {{- $resources = mergeOverwrite $resources (dict "limits" $gpus "requests" $gpus) -}}
 {{- end -}}
 {{- toYaml $resources -}}

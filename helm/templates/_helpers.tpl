@@ -56,8 +56,49 @@ listen below 1024, and 8080 is used by Ray.
 {{ .Release.Namespace }}/{{ include "everlift.fullname" . }}
 {{- end -}}
 
+{{/*
+Workers of each model by the name of their deployment: `worker` has the values of `workers`, and `worker-NAME` those of
+models.NAME.workers, which inherit the former except numbers and groups. "model" is NAME, or "" for the first model.
+*/}}
+{{- define "everlift.workers" -}}
+{{- $all := dict "worker" (mergeOverwrite (deepCopy .Values.workers) (dict "model" "")) -}}
+{{- $base := omit .Values.workers "min" "max" "nodesPerWorker" "groups" -}}
+{{- range $name, $model := .Values.models -}}
+  {{- $own := dict "min" 1 "max" 1 "nodesPerWorker" 1 "groups" list "model" $name -}}
+  {{- $_ := set $all (printf "worker-%s" $name) (mergeOverwrite (deepCopy $base) $own (deepCopy ($model.workers | default dict))) -}}
+{{- end -}}
+{{- $all | toYaml -}}
+{{- end -}}
+
+{{/* "true" if the number of workers follows the queue. Takes the workers of a model, as the next three templates do. */}}
 {{- define "everlift.workersScale" -}}
-{{- if gt (int .Values.workers.max) (int .Values.workers.min) }}true{{ end -}}
+{{- if gt (int .max) (int .min) }}true{{ end -}}
+{{- end -}}
+
+{{/* Initial number of workers: min, or at least 1 if the number is fixed. */}}
+{{- define "everlift.firstWorkers" -}}
+{{ include "everlift.workersScale" . | empty | ternary 1 0 | max (int .min) }}
+{{- end -}}
+
+{{- define "everlift.ranksPerPod" -}}
+{{ div (int .tensorParallel) (int .nodesPerWorker) }}
+{{- end -}}
+
+{{/* Custom Ray resource of which a pod has one for each of its ranks, so that it holds no other model's worker. */}}
+{{- define "everlift.workerResource" -}}
+everlift_worker{{ with .model }}_{{ . }}{{ end }}
+{{- end -}}
+
+{{/*
+CPUs that Ray counts in a worker's pod: those that its ranks request, so that the pod holds one worker. Takes
+(dict "root" $ "workers" WORKERS).
+*/}}
+{{- define "everlift.workerCpus" -}}
+{{- $threads := dig "worker" "num_threads" nil .root.Values.config | default 1 -}}
+{{- if .workers.model -}}
+  {{- $threads = dig "config" "worker" "num_threads" nil (get .root.Values.models .workers.model) | default $threads -}}
+{{- end -}}
+{{ mul (include "everlift.ranksPerPod" .workers) (int $threads) }}
 {{- end -}}
 
 {{- define "everlift.routersScale" -}}
@@ -66,22 +107,11 @@ listen below 1024, and 8080 is used by Ray.
 
 {{/* "true" if Ray's autoscaler creates the pods of all groups, as many as Serve requests. */}}
 {{- define "everlift.autoscales" -}}
-{{- if or (include "everlift.workersScale" .) (include "everlift.routersScale" .) }}true{{ end -}}
+{{- $scales := include "everlift.routersScale" . -}}
+{{- range include "everlift.workers" . | fromYaml -}}
+  {{- $scales = print $scales (include "everlift.workersScale" .) -}}
 {{- end -}}
-
-{{/* Initial number of workers: workers.min, or at least 1 if the number is fixed. */}}
-{{- define "everlift.firstWorkers" -}}
-{{ include "everlift.workersScale" . | empty | ternary 1 0 | max (int .Values.workers.min) }}
-{{- end -}}
-
-{{- define "everlift.ranksPerPod" -}}
-{{ div (int .Values.workers.tensorParallel) (int .Values.workers.nodesPerWorker) }}
-{{- end -}}
-
-{{/* CPUs that Ray counts in a worker's pod: those that its ranks request, so that the pod holds one worker. */}}
-{{- define "everlift.workerCpus" -}}
-{{- $threads := dig "worker" "num_threads" nil .Values.config | default 1 -}}
-{{ mul (include "everlift.ranksPerPod" .) (int $threads) }}
+{{- if $scales }}true{{ end -}}
 {{- end -}}
 
 {{/*

@@ -9,36 +9,52 @@
     {{- fail (printf "config.%s: is set by %s" $path $value) -}}
   {{- end -}}
 {{- end -}}
-{{- with .Values.workers -}}
-  {{- if lt (int .max) (max 1 (int .min)) -}}
-    {{- fail (printf "workers.max (%v) must be at least workers.min (%v) and 1" .max .min) -}}
+{{- range $name, $model := .Values.models -}}
+  {{- range $path, $value := $.Files.Get "files/chart_settings.yaml" | fromYaml -}}
+    {{- $section := $model.config | default dict -}}
+    {{- $keys := splitList "." $path -}}
+    {{- range initial $keys }}{{ $section = get $section . | default dict }}{{ end -}}
+    {{- if hasKey $section (last $keys) -}}
+      {{- $source := regexReplaceAll "^(workers|model)\\." $value (printf "models.%s.${1}." $name) -}}
+      {{- fail (printf "models.%s.config.%s: is set by %s" $name $path (replace ".model." "." $source)) -}}
+    {{- end -}}
+  {{- end -}}
+  {{- if and $model.revision (hasPrefix "/" $model.name) -}}
+    {{- fail (printf "models.%s.revision: is for a hub id (org/name) in models.%s.name" $name $name) -}}
   {{- end -}}
 {{- end -}}
-{{- with .Values.workers -}}
-  {{- if mod (int .tensorParallel) (int .nodesPerWorker) -}}
-    {{- fail (printf "workers.nodesPerWorker (%v) must divide workers.tensorParallel (%v)" .nodesPerWorker .tensorParallel) -}}
+{{- $names := list "routers" -}}
+{{- $pods := dict "routers" .Values.routers "head" .Values.head -}}
+{{- range $workers := include "everlift.workers" . | fromYaml -}}
+  {{- $section := .model | empty | ternary "workers" (printf "models.%s.workers" .model) -}}
+  {{- $_ := set $pods $section . -}}
+  {{- if lt (int .max) (max 1 (int .min)) -}}
+    {{- fail (printf "%s.max (%v) must be at least %s.min (%v) and 1" $section .max $section .min) -}}
   {{- end -}}
-  {{- $names := list "routers" -}}
-  {{- $pods := 0 -}}
-  {{- range .groups -}}
+  {{- if mod (int .tensorParallel) (int .nodesPerWorker) -}}
+    {{- fail (printf "%s.nodesPerWorker (%v) must divide %s.tensorParallel (%v)" $section .nodesPerWorker $section .tensorParallel) -}}
+  {{- end -}}
+  {{- $groups := .groups | default (list (dict "name" (.model | empty | ternary "workers" (print "workers-" .model)))) -}}
+  {{- $total := 0 -}}
+  {{- range $groups -}}
     {{- if has .name $names -}}
-      {{- fail (printf "workers.groups: the name %s is already used by another group of pods" .name) -}}
+      {{- fail (printf "%s.groups: the name %s is already used by another group of pods" $section .name) -}}
     {{- end -}}
     {{- $names = append $names .name -}}
-    {{- $pods = add $pods (.pods | default 0) -}}
+    {{- $total = add $total (.pods | default 0) -}}
     {{- if and (include "everlift.autoscales" $) (hasKey . "pods") -}}
-      {{- fail (printf "workers.groups: %s: pods is only for a fixed number of workers; set maxPods to limit the group" .name) -}}
+      {{- fail (printf "%s.groups: %s: pods is only for a fixed number of workers; set maxPods to limit the group" $section .name) -}}
     {{- end -}}
   {{- end -}}
-  {{- $needed := mul (int .nodesPerWorker) (include "everlift.firstWorkers" $ | int) -}}
-  {{- if and .groups (not (include "everlift.autoscales" $)) (ne (int $pods) (int $needed)) -}}
-    {{- fail (printf "workers.groups: the groups have %d pods in total, but the workers need %d" $pods $needed) -}}
+  {{- $needed := mul (int .nodesPerWorker) (include "everlift.firstWorkers" . | int) -}}
+  {{- if and .groups (not (include "everlift.autoscales" $)) (ne (int $total) (int $needed)) -}}
+    {{- fail (printf "%s.groups: the groups have %d pods in total, but the workers need %d" $section $total $needed) -}}
   {{- end -}}
 {{- end -}}
-{{- range $name := list "routers" "workers" "head" -}}
+{{- range $section, $group := $pods -}}
   {{- range $field := list "containers" "volumes" "securityContext" "serviceAccountName" "terminationGracePeriodSeconds" -}}
-    {{- if hasKey (get $.Values $name).podSpec $field -}}
-      {{- fail (printf "%s.podSpec.%s: is set by the chart" $name $field) -}}
+    {{- if hasKey ($group.podSpec | default dict) $field -}}
+      {{- fail (printf "%s.podSpec.%s: is set by the chart" $section $field) -}}
     {{- end -}}
   {{- end -}}
 {{- end -}}
@@ -148,8 +164,8 @@
 {{- end -}}
 
 {{/*
-Prefix of the ledger's keys. Workers on one ledger must serve the same model in the same way, so the prefix contains a
-hash of all values that determine the model. A value that is set to its default results in the same hash.
+Prefix of the ledger's keys. Clusters on one ledger must serve the same models in the same way, so the prefix contains
+a hash of all values that determine the models. A value that is set to its default results in the same hash.
 */}}
 {{- define "everlift.keyPrefix" -}}
 {{- $worker := dig "worker" dict .Values.config | default dict -}}
@@ -158,6 +174,13 @@ hash of all values that determine the model. A value that is set to its default 
       $model.volume.persistentVolumeClaim $model.volume.image -}}
 {{- range $name, $default := .Files.Get "files/model_defaults.yaml" | fromYaml -}}
   {{- $decides = append $decides (hasKey $worker $name | ternary (get $worker $name) $default) -}}
+{{- end -}}
+{{- range $name, $more := .Values.models -}}
+  {{- $own := mergeOverwrite (deepCopy $worker) (dig "config" "worker" dict $more | default dict) -}}
+  {{- $decides = concat $decides (list $name $more.name ($more.revision | default "")) -}}
+  {{- range $setting, $default := $.Files.Get "files/model_defaults.yaml" | fromYaml -}}
+    {{- $decides = append $decides (hasKey $own $setting | ternary (get $own $setting) $default) -}}
+  {{- end -}}
 {{- end -}}
 {{ include "everlift.fullname" . }}-{{ $decides | toJson | sha256sum | trunc 8 }}
 {{- end -}}
@@ -170,9 +193,29 @@ release's name, because the ledger's user may only access such keys.
 {{ include "everlift.fullname" . }}-{{ .Release.Namespace | sha256sum | trunc 8 }}-active
 {{- end -}}
 
+{{/* Settings of the workers of a model that follow from their values. Takes these. */}}
+{{- define "everlift.workerSettings" -}}
+nodes_per_worker: {{ int .nodesPerWorker }}
+worker_resource: {{ include "everlift.workerResource" . }}
+worker: {tensor_parallel: {{ int .tensorParallel }}}
+{{- if include "everlift.workersScale" . }}
+autoscale: {min_workers: {{ int .min }}, max_workers: {{ int .max }}}
+{{- else }}
+num_workers: {{ include "everlift.firstWorkers" . }}
+{{- end }}
+{{- end -}}
+
+{{/*
+Name of a model for clients, by which the policy of its workers finds its load. Takes the name in the settings, "" for
+the image's demo model.
+*/}}
+{{- define "everlift.clientName" -}}
+{{- $isHubId := and (regexMatch "^[A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*$" .) (not (hasSuffix ".gguf" .)) -}}
+{{ $isHubId | ternary . (. | default "demo_model" | base | trimSuffix ".gguf") }}
+{{- end -}}
+
 {{- define "everlift.settings" -}}
-{{- $worker := dict "device" .Values.workers.device "tensor_parallel" (int .Values.workers.tensorParallel)
-      "ready_dir" (include "everlift.readyDir" .) -}}
+{{- $worker := dict "device" .Values.workers.device "ready_dir" (include "everlift.readyDir" .) -}}
 {{- $listens := include "everlift.routerPorts" . | fromYaml -}}
 {{- $router := dict "host" "0.0.0.0" "port" (int $listens.grpc)
       "http_host" "0.0.0.0" "http_port" (int $listens.http)
@@ -203,20 +246,23 @@ release's name, because the ledger's user may only access such keys.
   {{- end -}}
 {{- end -}}
 {{- $settings := dict "num_routers" (int .Values.routers.replicas) "router_resource" "everlift_router"
-      "nodes_per_worker" (int .Values.workers.nodesPerWorker) "state_dir" "/home/everlift/state"
+      "state_dir" "/home/everlift/state"
       "router" $router "worker" $worker "ledger" $ledger -}}
-{{- $bounds := dict -}}
-{{- if include "everlift.workersScale" . -}}
-  {{- $bounds = dict "min_workers" (int .Values.workers.min) "max_workers" (int .Values.workers.max) -}}
-{{- else -}}
-  {{- $_ := set $settings "num_workers" (include "everlift.firstWorkers" . | int) -}}
-{{- end -}}
+{{- $settings = mergeOverwrite $settings (include "everlift.workerSettings" .Values.workers | fromYaml) -}}
 {{- if include "everlift.routersScale" . -}}
-  {{- $_ := set $bounds "max_routers" (int .Values.routers.max) -}}
+  {{- $settings = mergeOverwrite $settings (dict "autoscale" (dict "max_routers" (int .Values.routers.max))) -}}
 {{- end -}}
-{{- if $bounds -}}
-  {{- $_ := set $settings "autoscale" $bounds -}}
+{{- $models := dict -}}
+{{- range include "everlift.workers" . | fromYaml -}}
+  {{- if .model -}}
+    {{- $model := get $.Values.models .model -}}
+    {{- $own := include "everlift.workerSettings" . | fromYaml -}}
+    {{- $_ := set $own "model" $model.name -}}
+    {{- if $model.revision }}{{ $_ := set $own "model_revision" $model.revision }}{{ end -}}
+    {{- $_ := set $models .model (mergeOverwrite (deepCopy ($model.config | default dict)) $own) -}}
+  {{- end -}}
 {{- end -}}
+{{- if $models }}{{ $_ := set $settings "models" $models }}{{ end -}}
 {{- with .Values.tls.internal -}}
   {{- if .existingSecret -}}
     {{- $directory := "/etc/everlift/internal-tls" -}}
@@ -241,9 +287,12 @@ restart (files/run_time_settings.yaml) are therefore in `deployments` instead (c
 {{- $args := include "everlift.settings" . | fromYaml -}}
 {{- range $path := (.Files.Get "files/run_time_settings.yaml" | fromYaml).settings -}}
   {{- $keys := splitList "." $path -}}
-  {{- $section := $args -}}
-  {{- range initial $keys }}{{ $section = get $section . | default dict }}{{ end -}}
-  {{- $_ := unset $section (last $keys) -}}
+  {{- $sections := list $args -}}
+  {{- if hasPrefix "models.*." $path }}{{ $sections = values ($args.models | default dict) }}{{ $keys = slice $keys 2 }}{{ end -}}
+  {{- range $section := $sections -}}
+    {{- range initial $keys }}{{ $section = get $section . | default dict }}{{ end -}}
+    {{- $_ := unset $section (last $keys) -}}
+  {{- end -}}
 {{- end -}}
 {{- $args | toYaml -}}
 {{- end -}}
@@ -257,6 +306,9 @@ autoscaling_config:
   policy:
     policy_function: {{ .policy }}
     policy_kwargs:
+      {{- with .model }}
+      model: {{ . | quote }}
+      {{- end }}
       state_dir: {{ .settings.state_dir | quote }}
       ledger: {{ .settings.ledger | toJson }}
 {{- end -}}
@@ -271,7 +323,16 @@ autoscaling_config:
     {{- $_ := set $policy $name (get $settings.router $name) -}}
   {{- end -}}
 {{- end -}}
-{{- $autoscale := $settings.autoscale | default dict -}}
+{{- $workers := include "everlift.workers" . | fromYaml -}}
+{{- $numbers := dict -}}
+{{- $autoscale := dict -}}
+{{- range $label, $_ := $workers -}}
+  {{- $of := .model | empty | ternary $settings (get ($settings.models | default dict) .model) -}}
+  {{- $_ := set $numbers $label (include "everlift.workersScale" . | empty | ternary $of.num_workers nil) -}}
+  {{- $given := $of.autoscale | default dict -}}
+  {{- if .model }}{{ $given = mergeOverwrite (omit ($settings.autoscale | default dict) "requests_per_router") $given }}{{ end -}}
+  {{- $_ := set $autoscale $label (omit $given "min_workers" "max_workers" "max_routers") -}}
+{{- end -}}
 - name: router
   {{- if include "everlift.routersScale" . }}
   {{- include "everlift.autoscaled" (dict "settings" $settings "min" .Values.routers.replicas "max" .Values.routers.max
@@ -281,18 +342,22 @@ autoscaling_config:
   {{- end }}
   user_config:
     log_level: {{ $level }}
-    num_workers: {{ eq (include "everlift.workersScale" .) "true" | ternary "null" (include "everlift.firstWorkers" .) }}
+    num_workers: {{ $numbers | toJson }}
     router: {{ $policy | toJson }}
-    autoscale: {{ omit $autoscale "min_workers" "max_workers" "max_routers" | toJson }}
-- name: worker
+    autoscale: {{ $autoscale | toJson }}
+{{- range $label, $_ := $workers }}
+- name: {{ $label }}
   user_config:
     log_level: {{ $level }}
   {{- if include "everlift.workersScale" . }}
-  {{- include "everlift.autoscaled" (dict "settings" $settings "min" .Values.workers.min "max" .Values.workers.max
+  {{- $name := .model | empty | ternary $.Values.model.name (dig .model "name" "" $.Values.models) }}
+  {{- include "everlift.autoscaled" (dict "settings" $settings "min" .min "max" .max
+        "model" (include "everlift.clientName" $name)
         "policy" "cluster.autoscale.serve_policy:QueuePolicy") | nindent 2 }}
   {{- else }}
   num_replicas: {{ include "everlift.firstWorkers" . }}
   {{- end }}
+{{- end }}
 {{- end -}}
 
 {{/*

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from cluster.autoscale.config import AutoscaleConfig
-from cluster.config import Config
+from cluster.config import DEMO_MODEL, Config
+from cluster.demo import prompts
+from cluster.groups import ModelGroup
 from cluster.ray.ray_cluster import RayCluster
 from everlift.client.client import AsyncClient
 from everlift.v1.inference_pb2 import SPAN_KIND_NO_WORKER
@@ -44,8 +47,13 @@ def config(state_dir: Path) -> Config:
 
 async def until_workers(client: AsyncClient, count: int) -> None:
     async with asyncio.timeout(_PATIENCE_S):
-        while sum(worker.alive for worker in (await client.status()).workers) != count:
+        while await num_workers(client, "fake") != count:
             await asyncio.sleep(0.1)
+
+
+async def num_workers(client: AsyncClient, model: str) -> int:
+    workers = (await client.status()).workers
+    return sum(worker.alive and worker.model == model for worker in workers)
 
 
 async def until_exported(text: str) -> None:
@@ -73,6 +81,7 @@ async def told(state_dir: Path) -> Scaling:
         [report] = await ledger.scaling()
     finally:
         await ledger.close()
+    assert report.scaling.model == "fake"
     return report.scaling
 
 
@@ -107,3 +116,24 @@ async def test_autoscaler_follows_queue_from_zero_to_two_workers(tmp_path: Path)
         # It begins with none, since there is nothing to do.
         assert changes[0][0] == changes[-1][1] == 0
         assert any(before < after == 2 for before, after in changes)
+
+
+async def test_autoscaler_scales_only_the_model_with_a_queue(tmp_path: Path) -> None:
+    demo = ModelGroup(
+        model=str(DEMO_MODEL), worker=WorkerConfig(dtype="float32", num_blocks=256, num_threads=1)
+    )
+    [task] = prompts.mixed(1, seed=3)
+    both = replace(config(tmp_path), models={"demo": demo})
+    async with RayCluster(both) as cluster, AsyncClient(cluster.addresses) as client:
+        await until_workers(client, 0)
+        assert await num_workers(client, "demo_model") == 1
+        crowd = asyncio.create_task(check_some(client, 40))
+        await until_workers(client, 2)
+        stream = client.generate(task.prompt, model="demo_model", temperature=0)
+        assert await stream.text() == task.answer
+        await crowd
+        assert await num_workers(client, "demo_model") == 1
+        assert (await client.status()).missing_workers == ""
+        assert list((tmp_path / "logs").glob("worker-demo-*.log"))
+        # Only the policy of the autoscaled model reports decisions.
+        assert (await told(tmp_path)).max_workers == 2

@@ -9,39 +9,57 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from cluster.autoscale.config import AutoscaleConfig
 
 CHART = Path(__file__).parents[2] / "helm"
 RELEASE, NAMESPACE = "ev", "models"
 
 Object = dict[str, Any]
 
+_DEFAULT_SCALING = asdict(AutoscaleConfig())
+
 
 def all_settings(application: Object) -> Object:
     """Return the settings that an application of Serve was built with."""
-    router, worker = application["deployments"]
+    router, worker, *others = application["deployments"]
     given = router["user_config"]
-    autoscale = dict(given["autoscale"])
     settings = deepcopy(application["args"])
+    settings |= _worker_settings(worker, given)
     if routers := router.get("autoscaling_config"):
         settings["num_routers"] = routers["min_replicas"]
-        autoscale["max_routers"] = routers["max_replicas"]
+        settings.setdefault("autoscale", {})["max_routers"] = routers["max_replicas"]
     else:
         settings["num_routers"] = router["num_replicas"]
-    if bounds := worker.get("autoscaling_config"):
-        autoscale["min_workers"] = bounds["min_replicas"]
-        autoscale["max_workers"] = bounds["max_replicas"]
-    else:
-        settings["num_workers"] = worker["num_replicas"]
-    assert worker["user_config"]["log_level"] == given["log_level"]
+    assert [worker["name"], *(each["name"] for each in others)] == [*given["num_workers"]]
+    for each in others:
+        found = _worker_settings(each, given)
+        # A setting that is not there has its default, and is not inherited.
+        found["autoscale"] = _DEFAULT_SCALING | found.get("autoscale", {})
+        settings["models"][each["name"].removeprefix("worker-")] |= found
     settings["log_level"] = given["log_level"]
     settings["router"] = settings.get("router", {}) | given["router"]
-    if autoscale:
-        settings["autoscale"] = autoscale
     return settings
+
+
+def _worker_settings(deployment: Object, given: Object) -> Object:
+    """Return the settings of workers in their deployment and in the routers' user_config."""
+    name = deployment["name"]
+    assert deployment["user_config"]["log_level"] == given["log_level"]
+    autoscale = dict(given["autoscale"][name])
+    if bounds := deployment.get("autoscaling_config"):
+        assert given["num_workers"][name] is None
+        autoscale["min_workers"] = bounds["min_replicas"]
+        autoscale["max_workers"] = bounds["max_replicas"]
+        return {"autoscale": autoscale}
+    assert given["num_workers"][name] == deployment["num_replicas"]
+    found = {"num_workers": deployment["num_replicas"]}
+    return found | ({"autoscale": autoscale} if autoscale else {})
 
 
 class Refused(Exception):

@@ -11,7 +11,7 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,9 @@ class Refused(RuntimeError):
 
 @serve.deployment(name="worker", health_check_period_s=1.0, health_check_timeout_s=10.0)
 class WorkerDeployment:
-    """Deployment of a worker; ``router`` is the handle of the router's deployment.
+    """Deployment of the workers of a model; ``router`` is the handle of the router's deployment.
+
+    ``models`` has the settings for each model that such a worker can serve on command.
 
     Settings that change without a restart are the deployment's user_config, which Serve passes to
     ``reconfigure`` (cluster/ray/deployments.py).
@@ -55,13 +57,16 @@ class WorkerDeployment:
         rank_resources: dict[str, float],
         rank_env: dict[str, str],
         log_dir: Path,
+        models: Sequence[WorkerConfig],
     ) -> None:
-        logs.configure("worker", path=log_dir / f"worker-{os.getpid()}.log")
+        name = serve.get_replica_context().deployment
+        logs.configure(name, path=log_dir / f"{name}-{os.getpid()}.log")
         self._config = config
         self._router = router
         self._rank_resources = rank_resources
         self._rank_env = rank_env
         self._log_dir = log_dir
+        self._models = models
         self._ranks: list[Any] = []
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
@@ -87,13 +92,14 @@ class WorkerDeployment:
 
         def launch(rank: int, rendezvous: str) -> Any:
             actor = _rank_actor(rank, self._rank_resources, runtime_env)
-            return actor.remote(self._config, rank, rendezvous, log_level, self._log_dir)
+            return actor.remote(
+                self._config, rank, rendezvous, log_level, self._log_dir, self._models
+            )
 
         async with self._starting():
             self._ranks = await _launch_all(launch, self._config.num_ranks)
             await asyncio.gather(*(rank.fetch.remote() for rank in self._ranks))
-            infos = await asyncio.gather(*(rank.start.remote() for rank in self._ranks))
-            self._info: bytes = infos[0]
+            await asyncio.gather(*(rank.start.remote() for rank in self._ranks))
             self._watching = [
                 asyncio.create_task(self._exit_when_ended(number, rank))
                 for number, rank in enumerate(self._ranks)
@@ -132,7 +138,7 @@ class WorkerDeployment:
 
     async def _report_start(self, name: str, seconds: float, elapsed_s: float) -> None:
         try:
-            await self._router.worker_starts.remote(name, seconds, elapsed_s)
+            await self._router.worker_starts.remote(name, seconds, elapsed_s, self._config.name)
         except Exception as error:
             log.info("start not reported", cause=str(error))
 
@@ -157,7 +163,8 @@ class WorkerDeployment:
         return True
 
     async def _announce(self) -> None:
-        refusal = await self._router.announce.remote(self._info)
+        # A worker that has changed its model has another id and address.
+        refusal = await self._router.announce.remote(await self._ranks[0].info.remote())
         if refusal:
             raise Refused(f"the router refused this worker: {refusal}")
 

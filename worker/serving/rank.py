@@ -137,6 +137,7 @@ class Rank:
         self._models = models
         self._first_model = first_model or config.name
         #: change to another model, and the rank that serves it next
+        self._is_successor = False
         self._change: asyncio.Task[None] | None = None
         self._next: Rank | None = None
         self._grammars: GrammarCompiler | NoGrammars | None = None
@@ -198,7 +199,7 @@ class Rank:
         cannot be downloaded, ChannelBroken if ranks are missing, OSError if the port is taken, and
         any error of building the runner.
         """
-        self._startup.seconds["process_s"] = process_age_s()
+        self._startup.seconds["process_s"] = 0.0 if self._is_successor else process_age_s()
         with self._startup.part("fetch_s"):
             await self.fetch()
         self._prefetch()
@@ -266,7 +267,7 @@ class Rank:
         return self._of_model(successor.model, successor.rendezvous)
 
     def _of_model(self, model: str, rendezvous: str = "") -> Rank:
-        return Rank(
+        successor = Rank(
             self._models[model],
             self._rank,
             rendezvous,
@@ -275,6 +276,8 @@ class Rank:
             self._models,
             self._first_model,
         )
+        successor._is_successor = True
+        return successor
 
     def _begin_change(self, model: str) -> None:
         if self._change is not None and not self._change.done():

@@ -6,6 +6,7 @@ This module does not import Ray Serve, because that takes a second and no rank n
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,17 +28,26 @@ class RankActor:
     """
 
     def __init__(
-        self, config: WorkerConfig, rank: int, rendezvous: str, log_level: str, log_dir: Path
+        self,
+        config: WorkerConfig,
+        rank: int,
+        rendezvous: str,
+        log_level: str,
+        log_dir: Path,
+        models: Sequence[WorkerConfig],
     ) -> None:
         logs.configure(
             f"worker.rank-{rank}", log_level, log_dir / f"worker.rank-{rank}-{os.getpid()}.log"
         )
+        host = get_node_ip_address()
         self._rank = Rank(
-            replace(config, host=get_node_ip_address()),
+            replace(config, host=host),
             rank,
             rendezvous,
             ray_cluster=get_runtime_context().get_session_name(),
+            models={it.name: replace(it, host=host) for it in models},
         )
+        self._info = b""
 
     async def set_log_level(self, level: str) -> None:
         logs.set_level(level)
@@ -49,15 +59,24 @@ class RankActor:
     async def fetch(self) -> None:
         await self._rank.fetch()
 
-    async def start(self) -> bytes:
-        """Start the rank, and return its serialised WorkerInfo when it is ready."""
+    async def start(self) -> None:
+        """Start the rank, and return when it is ready."""
         on_signal(self._rank.reclaim)
-        info = await self._rank.start()
+        self._info = (await self._rank.start()).SerializeToString()
         heap.freeze_heap()
-        return info.SerializeToString()
+
+    async def info(self) -> bytes:
+        """Return the rank's serialised WorkerInfo."""
+        return self._info
 
     async def wait(self) -> None:
-        await self._rank.wait()
+        """Wait until the rank has ended and does not serve another model next."""
+        while True:
+            await self._rank.wait()
+            if (successor := await self._rank.successor()) is None:
+                return
+            self._rank = successor
+            await self.start()
 
     async def has_no_router(self) -> bool:
         """Return whether no router is connected; if so, perhaps none knows this worker."""

@@ -299,6 +299,17 @@ class FakeRouter(
                 completed=states.count(pb.REQUEST_STATE_FINISHED),
             )
 
+    async def ChangeModel(
+        self, request: admin_pb2.ChangeModelRequest, context: Context
+    ) -> admin_pb2.ChangeModelResponse:
+        async with self._answering("ChangeModel", context):
+            if not request.worker_id or not _WORKER.startswith(request.worker_id):
+                raise UnknownWorker(f"no worker {request.worker_id!r} is connected")
+            raise InvalidRequest(
+                f"worker {_WORKER} can change to no other model, not to {request.model!r}",
+                field="model",
+            )
+
     async def Drain(
         self, request: admin_pb2.DrainRequest, context: Context
     ) -> admin_pb2.DrainResponse:

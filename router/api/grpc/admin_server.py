@@ -40,11 +40,13 @@ class AdminServer:
         view: Callable[[str], WorkerView | None],
         adapters: Adapters,
         models: ServedModels,
+        is_scaled: Callable[[str], bool] = lambda model: False,
     ) -> None:
         """Create the server.
 
         ``view`` maps a worker id to what this router knows about the worker's load and speed, or to
-        None if the worker is not connected.
+        None if the worker is not connected. ``is_scaled`` returns whether an autoscaler sets the
+        number of a model's workers.
         """
         self._sessions = sessions
         self._runtime_policy = runtime_policy
@@ -52,6 +54,7 @@ class AdminServer:
         self._view = view
         self._adapters = adapters
         self._models = models
+        self._is_scaled = is_scaled
 
     async def _drain(self, data: bytes, call: Call) -> pb.DrainResponse:
         return self.drain(parse(pb.DrainRequest, data))
@@ -73,12 +76,23 @@ class AdminServer:
         """Make the worker whose id begins with ``message.worker_id`` serve another model.
 
         Raises UnknownWorker if no connected worker or more than one has such an id, UnknownModel if
-        the cluster does not serve the model, and InvalidRequest if the worker cannot serve it.
+        the cluster does not serve the model, and InvalidRequest if the worker cannot serve it, or
+        if an autoscaler sets the number of workers of one of the two models.
         """
         worker_id = self._worker(message.worker_id)
         if not message.model:
             raise InvalidRequest("model must be set", field="model")
         model = self._models.requested(message.model).name
+        current = [
+            link.info.model for link in self._sessions.links if link.info.worker_id == worker_id
+        ]
+        for name in (*current, model):
+            if self._is_scaled(name):
+                raise InvalidRequest(
+                    f"the autoscaler sets the number of workers of {name!r} and would undo the "
+                    "change: set num_workers instead of autoscale.max_workers",
+                    field="model",
+                )
         num_running = self._sessions.change_model(worker_id, model)
         log.info("worker changes its model", worker_id=worker_id, model=model)
         return pb.ChangeModelResponse(worker_id=worker_id, num_running=num_running, model=model)

@@ -18,7 +18,6 @@ import pytest
 import yaml
 
 from cluster.config import Config, load
-from everlift import settings
 from everlift.hub import is_hub_id
 from router.ledger.config import LedgerConfig
 
@@ -69,18 +68,30 @@ def test_ray_up_settings_load_and_fit_the_clusters() -> None:
     assert is_hub_id(config.model)
     assert config.autoscale.is_on
     for path in CLUSTERS:
-        assert yaml.safe_load(path.read_text())["max_workers"] <= config.most_workers
+        most = config.groups[0].most_workers
+        assert yaml.safe_load(path.read_text())["max_workers"] <= most
 
 
 def test_ray_up_external_access_needs_keys_and_tls() -> None:
-    text = (FILES / "settings.yaml").read_text()
     assert load(FILES / "settings.yaml", {}).router.access == "ledger"
-    uncommented = re.sub(r"^#(?=\w+:|  \w+:)", "", text, flags=re.MULTILINE)
-    with_tls = settings.load(Config, yaml.safe_load(uncommented))
+    with_tls = uncommented()
     assert with_tls.router.tls is not None and with_tls.internal_tls.is_on
     home = str(Path.home() / "everlift-secrets")
     paths = [with_tls.router.tls_cert, with_tls.router.tls_client_ca, with_tls.internal_tls.ca]
     assert all(path.startswith(home) for path in paths)
+
+
+def test_ray_up_settings_have_a_second_model_to_uncomment() -> None:
+    first, second = uncommented().groups
+    assert is_hub_id(first.model) and is_hub_id(second.model)
+    assert (second.label, second.autoscale.is_on) == ("worker-small", True)
+
+
+def uncommented() -> Config:
+    """Return the settings with all examples in comments."""
+    text = (FILES / "settings.yaml").read_text()
+    values = re.sub(r"^#(?= *\w+:)", "", text, flags=re.MULTILINE)
+    return load(None, {}, options=yaml.safe_load(values))
 
 
 @pytest.mark.parametrize("script", sorted(FILES.glob("*.sh")), ids=lambda path: path.name)

@@ -20,6 +20,7 @@ from cluster.config import DEMO_MODEL, Config, load
 from cluster.doctor import certificates, command, ledger, machine
 from cluster.doctor.finding import Finding, Level
 from cluster.doctor.nodes import NodeReport, clocks, collect_reports, compare
+from cluster.groups import ModelGroup
 from everlift.tls import InternalTls
 from router.ledger.config import LedgerConfig
 from router.ledger.embedded.embedded import EmbeddedLedger
@@ -130,6 +131,21 @@ def test_doctor_finds_no_error_on_this_machine(config: Config) -> None:
     assert of(findings, "model").says == "fake: 4096 tokens of context"
 
 
+def test_doctor_examines_every_model(config: Config, tmp_path: Path) -> None:
+    absent = replace(config, models={"small": ModelGroup(model=str(tmp_path / "absent"))})
+    findings = list(machine.examine(absent))
+    assert of(findings, "model").level is Level.OK
+    missing = of(findings, "model small")
+    assert missing.level is Level.ERROR and str(tmp_path / "absent") in missing.says
+    assert missing.mend.startswith("set models.small.model to")
+    present = replace(config, models={"demo": ModelGroup(model=str(DEMO_MODEL), num_workers=3)})
+    findings = list(machine.examine(present))
+    assert of(findings, "model demo").says.startswith("demo_model: ")
+    alone = list(machine.examine(config))
+    needed = [int(of(each, "memory").says.split()[0]) for each in (alone, findings)]
+    assert needed[1] > 3 * needed[0]
+
+
 @pytest.mark.parametrize(
     ("text", "free_mib"),
     [
@@ -150,7 +166,7 @@ def test_doctor_counts_page_cache_as_free_memory(
     pages = {"SC_AVPHYS_PAGES": 1 << 19, "SC_PAGE_SIZE": 4096}
     monkeypatch.setattr(machine, "_MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(os, "sysconf", pages.__getitem__)
-    assert machine._memory(config).says.endswith(f", {free_mib} MiB are free")
+    assert machine._memory(config.groups).says.endswith(f", {free_mib} MiB are free")
 
 
 def test_doctor_findings_include_a_remedy(config: Config, tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ async def test_rank_process_sets_its_gpu_before_construction(
     monkeypatch.setenv(VISIBLE, "0,1,2")
     seen: list[str] = []
 
-    def made(*_: object) -> None:
+    def made(*_: object, **more: object) -> None:
         seen.append(os.environ[VISIBLE])
         raise ValueError("seen")
 

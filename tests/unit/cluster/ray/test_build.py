@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from cluster.config import Config, load
 from cluster.errors import ClusterFailed
+from cluster.ray import build
 from cluster.ray.build import application, check_shown, serve_yaml
 from cluster.ray.deployments import RUN_TIME_SETTINGS
 from cluster.ray.ray_cluster import _placement, _rank_resources, _strategy
-from everlift import settings
 from everlift.errors import SettingsError
 from tests.support.chart import all_settings
 
@@ -58,7 +58,52 @@ def test_build_output_loads_as_the_same_config(assignments: set[str]) -> None:
     if "autoscale.max_workers=8" in assignments:
         assignments.discard("num_workers=3")
     config = load(None, {}, sorted(assignments))
-    assert settings.load(Config, all_settings(built(config))) == config
+    assert load(None, {}, options=all_settings(built(config))) == config
+
+
+MODELS = [
+    "models.small.model=org/small",
+    "models.small.worker.max_num_seqs=256",
+    "models.small.worker.num_blocks=3",
+    "models.small.num_workers=2",
+    "models.small.served_model_names=s",
+    "models.small.tool_format=auto",
+    "models.x.model=org/x",
+    "models.x.adapters=a=org/a",
+    "models.x.autoscale.max_workers=5",
+    "models.x.autoscale.ttft_target=2",
+    "worker.max_num_seqs=9",
+    "router.tool_format=hermes",
+    "autoscale.ttft_target=7",
+    "chaos=true",
+]
+
+
+@given(st.sets(st.sampled_from(MODELS)))
+def test_build_output_loads_with_the_same_models(assignments: set[str]) -> None:
+    named = {f"models.{name}.model=org/{name}" for name in ("small", "x")}
+    config = load(None, {}, sorted(assignments | named))
+    application = built(config)
+    assert build._divided(application["args"])[1] == []
+    assert load(None, {}, options=all_settings(application)) == config
+
+
+def test_build_writes_only_settings_that_models_do_not_inherit() -> None:
+    some = ["worker.max_num_seqs=9", "models.small.worker.dtype=float32", MODELS[0]]
+    application = built(load(None, {}, ["model=fake", *some]))
+    assert application["args"]["models"] == {
+        "small": {"model": "org/small", "worker": {"dtype": "float32"}}
+    }
+    names = [each["name"] for each in application["deployments"]]
+    assert names == ["router", "worker", "worker-small"]
+
+
+def test_build_autoscaler_of_each_model_has_its_name() -> None:
+    scaled = ["autoscale.max_workers=2", "models.small.autoscale.max_workers=3", MODELS[0]]
+    _, *workers = built(load(None, {}, ["model=fake", *scaled]))["deployments"]
+    bounds = [each["autoscaling_config"] for each in workers]
+    assert [each["policy"]["policy_kwargs"]["model"] for each in bounds] == ["fake", "org/small"]
+    assert [each["max_replicas"] for each in bounds] == [2, 3]
 
 
 @pytest.mark.parametrize(
@@ -68,10 +113,13 @@ def test_build_output_loads_as_the_same_config(assignments: set[str]) -> None:
         ["num_workers=7"],
         ["log_level=debug"],
         ["router.order=shortest", "router.max_queued=9", "router.fair_share=false"],
+        ["models.small.num_workers=3"],
+        ["models.small.autoscale.ttft_target=3"],
     ],
 )
 def test_build_keeps_run_time_settings_out_of_args(other: list[str]) -> None:
-    before, after = built(load(None, {}, SHAPE)), built(load(None, {}, [*SHAPE, *other]))
+    shape = [*SHAPE, MODELS[0]]
+    before, after = built(load(None, {}, shape)), built(load(None, {}, [*shape, *other]))
     assert before["args"] == after["args"]
     assert before["deployments"] != after["deployments"]
 
@@ -79,13 +127,19 @@ def test_build_keeps_run_time_settings_out_of_args(other: list[str]) -> None:
 @pytest.mark.filterwarnings("ignore")  # Serve's own
 @pytest.mark.parametrize(
     "other",
-    ["autoscale.max_workers=9", "autoscale.min_workers=2", "autoscale.ttft_target=9"],
+    [
+        "autoscale.max_workers=9",
+        "autoscale.min_workers=2",
+        "autoscale.ttft_target=9",
+        "models.small.autoscale.max_workers=9",
+        "models.small.autoscale.ttft_target=9",
+    ],
 )
 def test_build_autoscaler_bounds_keep_the_code_version(other: str) -> None:
     from ray.serve._private.deploy_utils import get_app_code_version
     from ray.serve.schema import ServeApplicationSchema
 
-    scaled = [*SHAPE, "autoscale.max_workers=4"]
+    scaled = [*SHAPE, "autoscale.max_workers=4", "models.small.autoscale.max_workers=4", MODELS[0]]
     before, after = (
         ServeApplicationSchema.model_validate(built(load(None, {}, assignments)))
         for assignments in (scaled, [*scaled, other])
@@ -96,9 +150,12 @@ def test_build_autoscaler_bounds_keep_the_code_version(other: str) -> None:
 
 @pytest.mark.parametrize("name", RUN_TIME_SETTINGS)
 def test_application_rejects_args_of_deployments(name: str) -> None:
-    section, _, key = name.rpartition(".")
-    args = {section: {key: 1}} if section else {key: {"ttft_target": 1}}
-    with pytest.raises(SettingsError, match=f"{name}: must be set in `deployments`"):
+    *sections, key = name.replace("*", "small").split(".")
+    args: dict[str, Any] = {key: {"ttft_target": 1} if key == "autoscale" else 1}
+    for section in reversed(sections):
+        args = {section: args}
+    path = name.replace("*", "small")
+    with pytest.raises(SettingsError, match=f"{path}: must be set in `deployments`"):
         application({"model": "fake", **args})
 
 
@@ -160,7 +217,14 @@ def test_build_command_merges_file_flags_and_environment(tmp_path: Path) -> None
 def test_rank_resources_include_a_gpu_if_wanted(
     device: str, nodes: list[dict[str, float]], gpus: int
 ) -> None:
-    assert _rank_resources(device, nodes, 2).get("GPU", 0) == gpus
+    [group] = load(None, {}, [f"worker.device={device}"]).groups
+    assert _rank_resources(group, nodes, 2).get("GPU", 0) == gpus
+
+
+def test_ranks_of_a_model_take_its_own_resource() -> None:
+    some = ["models.small.worker_resource=small", MODELS[0]]
+    resources = [_rank_resources(group, [], 2) for group in load(None, {}, some).groups]
+    assert resources == [{"CPU": 2}, {"CPU": 2, "small": 1}]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +246,9 @@ VLLM = ["worker.engine=vllm", "worker.tensor_parallel=4", "model=/m"]
 
 
 def test_vllm_rank_has_the_resources_of_all_devices_of_a_node() -> None:
-    placement = _placement(load(None, {}, VLLM), [{"CPU": 8, "GPU": 4}], {"CPU": 2, "GPU": 1})
+    placement = _placement(
+        load(None, {}, VLLM).groups[0], [{"CPU": 8, "GPU": 4}], {"CPU": 2, "GPU": 1}
+    )
     assert placement.bundles == [{"CPU": 8, "GPU": 4}]
     assert (placement.strategy, placement.rank_resources) == ("STRICT_PACK", {"CPU": 8, "GPU": 4})
     assert not placement.environment
@@ -190,7 +256,7 @@ def test_vllm_rank_has_the_resources_of_all_devices_of_a_node() -> None:
 
 def test_vllm_places_its_own_actors_over_several_nodes() -> None:
     nodes = [{"CPU": 8.0, "GPU": 2.0}] * 2
-    placement = _placement(load(None, {}, VLLM), nodes, {"CPU": 2, "GPU": 1})
+    placement = _placement(load(None, {}, VLLM).groups[0], nodes, {"CPU": 2, "GPU": 1})
     assert (placement.bundles, placement.strategy) == ([{"CPU": 2, "GPU": 1}] * 4, "PACK")
     # The rank leaves the GPUs to the actors, but must see that there are some.
     assert not placement.rank_resources and placement.environment
@@ -198,11 +264,11 @@ def test_vllm_places_its_own_actors_over_several_nodes() -> None:
 
 def test_vllm_over_several_nodes_without_gpus_is_refused() -> None:
     with pytest.raises(ClusterFailed, match="only with GPUs"):
-        _placement(load(None, {}, VLLM), [{"CPU": 2.0}] * 4, {"CPU": 2})
+        _placement(load(None, {}, VLLM).groups[0], [{"CPU": 2.0}] * 4, {"CPU": 2})
 
 
 def test_own_ranks_have_a_bundle_each() -> None:
     config = load(None, {}, ["worker.tensor_parallel=4", "model=/m", "nodes_per_worker=2"])
-    placement = _placement(config, [{"CPU": 8.0}], {"CPU": 2})
+    placement = _placement(config.groups[0], [{"CPU": 8.0}], {"CPU": 2})
     assert (placement.bundles, placement.strategy) == ([{"CPU": 2}] * 4, "PACK")
     assert placement.rank_resources == {"CPU": 2}

@@ -20,7 +20,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from cluster.config import TLS_VARIABLES, Config
+from cluster.config import TLS_VARIABLES, Config, load
 from cluster.ray import build, deployments
 from cluster.ray.deployments import ROUTER_POLICY
 from everlift import settings
@@ -146,6 +146,40 @@ VALUES: dict[str, Object] = {
     },
     "workers over nodes": {
         "workers": {"min": 2, "max": 2, "tensorParallel": 16, "nodesPerWorker": 2}
+    },
+    "several models": {
+        "model": {"name": "org/big", "volume": {"persistentVolumeClaim": "models"}},
+        "config": {
+            "router": {"tool_format": "hermes"},
+            "worker": {"max_num_seqs": 9, "num_threads": 2},
+            "autoscale": {"ttft_target": 3},
+        },
+        "workers": {
+            "min": 2,
+            "max": 2,
+            "tensorParallel": 4,
+            "nodesPerWorker": 2,
+            "nodeSelector": {"gpu": "h200"},
+            "sharedMemory": "16Gi",
+        },
+        "models": {
+            "small": {
+                "name": "/models/small.gguf",
+                "workers": {
+                    "min": 2,
+                    "max": 3,
+                    "tensorParallel": 1,
+                    "nodeSelector": {"gpu": "l4"},
+                    "groups": [{"name": "spot", "maxPods": 1}, {"name": "on-demand"}],
+                },
+                "config": {
+                    "served_model_names": ["s"],
+                    "worker": {"num_threads": 3},
+                    "autoscale": {"drain_target": 5},
+                },
+            },
+            "one": {"name": "org/one", "revision": "v2", "workers": {"gpuResource": "mig"}},
+        },
     },
     "ledger elsewhere": {"ledger": EXTERNAL, "gcsFaultTolerance": {"enabled": False}},
     "all elsewhere, over TLS": {
@@ -423,7 +457,7 @@ def test_chart_router_autoscaling_follows_requests(rendered: dict[str, Rendered]
     assert "num_replicas" not in router
     bounds = router["autoscaling_config"]
     assert (bounds["min_replicas"], bounds["max_replicas"]) == (2, 6)
-    assert router["user_config"]["autoscale"] == {"requests_per_router": 100}
+    assert router["user_config"]["autoscale"] == {"worker": {"requests_per_router": 100}}
     assert worker["num_replicas"] == 1
     # Ray's autoscaler makes pods of all groups, as many as Serve asks for.
     assert scaled.ray["enableInTreeAutoscaling"]
@@ -560,6 +594,37 @@ def test_kuberay_schema_rejects_an_unknown_key(
         ({"workers": {"groups": [{"size": 2}]}}, "'size' not allowed"),
         ({"routers": {"podSpec": {"containers": []}}}, "routers.podSpec.containers: is set by"),
         ({"model": {"cache": {"size": "1Gi", "hostPath": "/m"}}}, "set one of size, existingClaim"),
+        ({"models": {"a": {"revision": "v1"}}}, "missing property 'name'"),
+        ({"models": {"A": {"name": "org/a"}}}, "'A' does not match pattern"),
+        ({"models": {"a": {"name": "/a", "revision": "v1"}}}, "models.a.revision: is for a hub id"),
+        (
+            {"models": {"a": {"name": "org/a", "workers": {"min": 3}}}},
+            r"models.a.workers.max \(1\) must be at least models.a.workers.min \(3\)",
+        ),
+        (
+            {"models": {"a": {"name": "org/a", "workers": {"device": "cpu"}}}},
+            "'device' not allowed",
+        ),
+        (
+            {"models": {"a": {"name": "org/a", "workers": {"groups": [{"name": "workers"}]}}}},
+            "models.a.workers.groups: the name workers is already used",
+        ),
+        (
+            {"models": {"a": {"name": "org/a", "workers": {"podSpec": {"volumes": []}}}}},
+            "models.a.workers.podSpec.volumes: is set by the chart",
+        ),
+        (
+            {"models": {"a": {"name": "org/a", "config": {"worker": {"tensor_parallel": 2}}}}},
+            "models.a.config.worker.tensor_parallel: is set by models.a.workers.tensorParallel",
+        ),
+        (
+            {"models": {"a": {"name": "org/a", "config": {"model": "org/b"}}}},
+            "models.a.config.model: is set by models.a.name",
+        ),
+        (
+            {"models": {"a": {"name": "org/a", "config": {"autoscale": {"max_routers": 2}}}}},
+            "models.a.config.autoscale.max_routers: is set by routers.max",
+        ),
         ({"ingress": {"enabled": True}}, "ingress.host: must be set"),
         ({"ingress": {"http": {"enabled": True}}}, "ingress.http.host: must be set"),
     ],
@@ -614,7 +679,7 @@ def test_chart_reserved_settings_and_their_values_exist() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     keys = settings.Keys(Config)
     for path, source in SET_BY_CHART.items():
-        assert path in keys
+        assert path in keys or path == "models"
         if re.fullmatch(r"\w+\.[\w.]+", source):
             assert isinstance(at(values, source), str | int | bool)
 
@@ -666,18 +731,90 @@ def test_chart_settings_load_as_a_config(rendered: dict[str, Rendered], name: st
     release = rendered[name]
     # Serve takes no settings as args that deployments have.
     assert build._divided(application["args"])[1] == []
-    config = settings.load(Config, release.settings)
+    config = load(None, {}, options=release.settings)
     build.check_shown(config)
     assert config.num_routers == release.group("routers")["replicas"]
-    first = config.autoscale.min_workers if config.autoscale.is_on else config.num_workers
-    pods = sum(group["replicas"] for group in release.worker_groups)
-    # Where there are several groups, Ray's autoscaler chooses from the beginning on.
-    assert pods in (first * config.nodes_per_worker, 0)
-    if len(release.worker_groups) == 1:
-        [group] = release.worker_groups
-        # Where Ray's autoscaler makes pods it makes as many as Serve asks for.
-        assert group["maxReplicas"] in (config.most_workers * config.nodes_per_worker, NO_BOUND)
+    for workers in config.groups:
+        scaling = workers.autoscale
+        first = scaling.min_workers if scaling.is_on else workers.num_workers
+        groups = [each for each in release.worker_groups if component(each) == workers.label]
+        pods = sum(group["replicas"] for group in groups)
+        # Where there are several groups, Ray's autoscaler chooses from the beginning on.
+        assert pods in (first * workers.nodes_per_worker, 0)
+        if len(groups) == 1:
+            most = workers.most_workers * workers.nodes_per_worker
+            # Where Ray's autoscaler makes pods it makes as many as Serve asks for.
+            assert groups[0]["maxReplicas"] in (most, NO_BOUND)
     assert config.ledger.url == EMBEDDED
+
+
+def component(group: Object) -> str:
+    found: str = group["template"]["metadata"]["labels"]["app.kubernetes.io/component"]
+    return found
+
+
+def test_chart_models_have_their_own_settings(rendered: dict[str, Rendered]) -> None:
+    release = rendered["several models"]
+    config = load(None, {}, options=release.settings)
+    big, one, small = config.groups
+    assert [group.model for group in config.groups] == ["org/big", "org/one", "small"]
+    assert (one.worker.model_revision, small.worker.model) == ("v2", "/models/small.gguf")
+    sizes = [(it.worker.tensor_parallel, it.nodes_per_worker) for it in (big, one, small)]
+    assert sizes == [(4, 2), (4, 1), (1, 1)]
+    assert [it.worker.num_threads for it in (big, one, small)] == [2, 2, 3]
+    assert [it.most_workers for it in (big, one, small)] == [2, 1, 3]
+    assert (small.autoscale.min_workers, small.autoscale.drain_target) == (2, 5)
+    assert {it.autoscale.ttft_target for it in (big, one, small)} == {3}
+    assert [it.tool_format for it in config.router.models] == ["hermes"] * 3
+    assert config.router.more_models[1].served_model_names == ("s",)
+    bounds = release.deployments["worker-small"]["autoscaling_config"]
+    # By this name the leader reports the load of the model.
+    assert bounds["policy"]["policy_kwargs"]["model"] == small.model
+
+
+def test_chart_models_have_their_own_pods(rendered: dict[str, Rendered]) -> None:
+    release = rendered["several models"]
+    names = [group["groupName"] for group in release.worker_groups]
+    assert names == ["workers", "workers-one", "spot", "on-demand"]
+    big, one, spot = (release.group(name) for name in ("workers", "workers-one", "spot"))
+    assert [component(each) for each in (big, one, spot)] == [
+        "worker",
+        "worker-one",
+        "worker-small",
+    ]
+    assert [each["rayStartParams"]["num-gpus"] for each in (big, one, spot)] == ["2", "4", "1"]
+    assert [each["rayStartParams"]["num-cpus"] for each in (big, one, spot)] == ["4", "8", "3"]
+    selectors = [pod(release, name)["nodeSelector"] for name in ("workers", "workers-one", "spot")]
+    assert selectors == [{"gpu": "h200"}, {"gpu": "h200"}, {"gpu": "l4"}]
+    assert container(one)["resources"]["limits"] == {"memory": "32Gi", "mig": 4}
+    assert (one["maxReplicas"], spot["maxReplicas"]) == (NO_BOUND, 1)
+
+
+def test_chart_workers_stay_on_pods_of_their_model(rendered: dict[str, Rendered]) -> None:
+    from ray.autoscaler._private.kuberay.autoscaling_config import (
+        _get_ray_resources_from_group_spec as resources,
+    )
+
+    release = rendered["several models"]
+    for workers in load(None, {}, options=release.settings).groups:
+        for group in release.worker_groups:
+            found = resources(group, False).get(workers.worker_resource, 0)
+            ranks = workers.worker.tensor_parallel // workers.nodes_per_worker
+            assert found == (ranks if component(group) == workers.label else 0)
+
+
+def test_chart_models_have_disruption_budgets(rendered: dict[str, Rendered]) -> None:
+    release = rendered["several models"]
+    for name, label in (("-workers", "worker"), ("-workers-small", "worker-small")):
+        budget = release.the("PodDisruptionBudget", name)["spec"]
+        assert budget["minAvailable"] == 1
+        selector = budget["selector"]["matchLabels"]
+        selected = {
+            component(each) for each in release.groups if selects(selector, each["template"])
+        }
+        assert selected == {label}
+    budgets = [each for each in release.objects if each["kind"] == "PodDisruptionBudget"]
+    assert len(budgets) == 3
 
 
 def test_chart_merges_user_settings(rendered: dict[str, Rendered]) -> None:
@@ -694,6 +831,16 @@ def test_chart_merges_user_settings(rendered: dict[str, Rendered]) -> None:
 @pytest.mark.parametrize(
     "other",
     [
+        {"models": {"a": {"name": "org/a", "workers": {"max": 6}}}},
+        {
+            "models": {
+                "a": {
+                    "name": "org/a",
+                    "workers": {"max": 4},
+                    "config": {"autoscale": {"ttft_target": 9}},
+                }
+            }
+        },
         {"routers": {"replicas": 5}},
         {"workers": {"min": 3, "max": 7}},
         {"config": {"log_level": "debug"}},
@@ -706,9 +853,10 @@ def test_chart_run_time_settings_keep_the_code_version(helm: Helm, other: Object
     from ray.serve._private.deploy_utils import get_app_code_version
     from ray.serve.schema import ServeApplicationSchema
 
+    shape = {"workers": {"max": 4}, "models": {"a": {"name": "org/a", "workers": {"max": 4}}}}
     before, after = (
         ServeApplicationSchema.model_validate(helm.render(values).application)
-        for values in ({"workers": {"max": 4}}, {"workers": {"max": 4}} | other)
+        for values in (shape, shape | other)
     )
     assert before != after
     assert get_app_code_version(before) == get_app_code_version(after)
@@ -1499,6 +1647,7 @@ def test_chart_key_prefix_is_shared_by_compatible_clusters(helm: Helm) -> None:
         {"config": {"worker": {"dtype": "float32"}}},
         {"config": {"worker": {"load_format": "dummy"}}},
         {"config": {"worker": {"max_model_len": 1024}}},
+        {"models": {"a": {"name": "org/a"}}},
         {"release": "other"},
     ],
 )

@@ -22,10 +22,13 @@ def ready_worker(monkeypatch: pytest.MonkeyPatch, answers: list[str | Exception]
             raise answer
         return answer
 
+    async def info() -> bytes:
+        return b"info"
+
     monkeypatch.setattr(app, "_ANNOUNCE_S", 0.0)
     made: Any = object.__new__(app.WorkerDeployment.func_or_class)
     made._router = SimpleNamespace(announce=SimpleNamespace(remote=announce))
-    made._info = b"info"
+    made._ranks = [SimpleNamespace(info=SimpleNamespace(remote=info))]
     return made
 
 
