@@ -24,6 +24,7 @@ from cluster.batch import command as batching
 from cluster.bench import command as benching
 from cluster.chaos import command as chaos
 from cluster.commands import (
+    adapter,
     capacity_view,
     chat,
     download,
@@ -259,6 +260,7 @@ app.command(epilog=measure.EXAMPLES, rich_help_panel=_FORECAST)(measure.measure)
 app.command(epilog=plan.EXAMPLES, rich_help_panel=_FORECAST)(plan.plan)
 app.command(epilog=replay.EXAMPLES, rich_help_panel=_FORECAST)(replay.replay)
 app.command(epilog=verifying.EXAMPLES, rich_help_panel=_BENCH)(verifying.verify)
+app.add_typer(adapter.app, name="adapter", rich_help_panel=_OPERATE)
 app.add_typer(benching.app, name="bench", rich_help_panel=_BENCH)
 app.add_typer(chaos.app, name="chaos", rich_help_panel=_OPERATE)
 app.add_typer(keys.app, name="key", rich_help_panel=_OPERATE)

@@ -24,6 +24,7 @@ from everlift.transport import Transport, internal
 from everlift.v1 import session_pb2, session_pb2_grpc
 from router import event_loop
 from router.active import ActiveModel, Connections
+from router.api.adapters import Adapters
 from router.api.anthropic.messages import Messages
 from router.api.chat_renderer import ChatRenderer
 from router.api.grpc.admin_server import AdminServer, ChaosServer
@@ -35,6 +36,7 @@ from router.api.http.server import HttpServer
 from router.api.http2 import Limits, Server
 from router.api.http_api import Api
 from router.api.kserve.server import KserveServer
+from router.api.openai.adapters import AdapterPaths
 from router.api.openai.answering import Answering
 from router.api.openai.batches.batches import Batches
 from router.api.openai.batches.execution import Execution
@@ -66,6 +68,7 @@ from router.console.snapshot import Snapshot
 from router.faults.injector import Chaos
 from router.heartbeat import Heartbeat
 from router.internal_server import InternalServer
+from router.leader.adapter_catalogue import catalogue_of
 from router.leader.client import LeaderClient
 from router.leader.leader import Leader
 from router.leader.policy_store import RuntimePolicy
@@ -158,6 +161,7 @@ class Router:
         models = ServedModels([await _load_model(config, each) for each in config.models])
         models.is_active = await ledger.is_active()
         models.assume_limits(await ledger.last_workers())
+        models.set_catalogue(catalogue_of((await ledger.policy()).values))
         store = store_of(config, ledger)
         access = await Access.open(store) if store is not None else None
         router = cls(config, ledger, models, transport, ledger_config, access)
@@ -260,7 +264,9 @@ class Router:
 
     def _wire_membership(self, ledger: Ledger) -> None:
         listeners = self._leader, self._requests
-        self._runtime_policy = RuntimePolicy(self.config, ledger, listeners, [self._sessions])
+        self._runtime_policy = RuntimePolicy(
+            self.config, ledger, listeners, [self._sessions], [self._models]
+        )
         self._heartbeat = Heartbeat(
             self.config,
             self.router_id,
@@ -272,11 +278,13 @@ class Router:
             self._requests,
             self._runtime_policy,
         )
+        self._adapters = Adapters(self._models, self._runtime_policy, self._sessions)
         self._admin = AdminServer(
             self._sessions,
             self._runtime_policy,
             self._ledger,
             self._leader.view,
+            self._adapters,
             self._models,
             lambda model: not self._demands[model].HasField("workers"),
         )
@@ -379,6 +387,7 @@ class Router:
             models,
             self._requests,
             self._metrics,
+            AdapterPaths(self._adapters),
             config.max_body_bytes,
             self._console.paths() if self._console is not None else (),
             files,
@@ -600,7 +609,7 @@ async def _load_model(config: RouterConfig, settings: ModelConfig) -> ServedMode
     model.max_images = config.max_images
     model.max_image_bytes = config.max_image_bytes
     model.aliases = settings.served_model_names
-    model.adapters = {it.name: it.root for it in parse_adapters(settings.adapters)}
+    model.set_adapters(parse_adapters(settings.adapters))
     return model
 
 

@@ -27,6 +27,8 @@ log = logs.get_logger(__name__)
 
 #: Seconds between two dials of the same worker.
 _RECONNECT_S = 0.2
+#: Seconds within which a worker checks an adapter, which it may have to download.
+_CHECK_S = 300.0
 #: Seconds within which a worker answers a dial, if it answers at all.
 _ANSWER_S = 5.0
 #: Share of ``worker_silence`` after which a worker is declared lost, so that the loss is handled
@@ -88,6 +90,7 @@ class WorkerLink:
         #: copy of ``state.decoding``, so that keeping it does not keep the whole frame
         self.decoding = session_pb2.TimeBreakdown()
         self.arithmetic: str | None = info.arithmetic
+        self.adapters = session_pb2.LoadedAdapters()
         self.is_up = False
         #: how often the worker was declared lost and then sent a frame
         self.false_alarms = 0
@@ -145,6 +148,27 @@ class WorkerLink:
         """Send the batching policy of the engine to the worker, now and after each reconnection."""
         self._policy = policy
         self._outbox.add(session_pb2.RouterFrame(engine_policy=policy))
+
+    def change_adapters(self, load: session_pb2.AdapterLoad | None, unload: Sequence[str]) -> None:
+        """Tell the worker to load an adapter if it has room, and to unload others when unused."""
+        loads = [] if load is None else [load]
+        frame = session_pb2.RouterFrame(preload_adapters=loads, unload_adapters=unload)
+        self._outbox.add(frame)
+
+    async def check_adapter(self, source: str) -> session_pb2.CheckAdapterResponse:
+        """Return the worker's answer whether it can load the adapter of ``source``.
+
+        Raises UnknownWorker if it does not answer.
+        """
+        request = session_pb2.CheckAdapterRequest(source=source)
+        try:
+            async with self._transport.channel(self.info.address) as channel:
+                stub = session_pb2_grpc.WorkerSessionStub(channel)
+                return await stub.CheckAdapter(request, timeout=_CHECK_S)
+        except grpc.aio.AioRpcError as error:
+            raise UnknownWorker(
+                f"worker {self.info.worker_id} did not check the adapter: {error.code().name}"
+            ) from None
 
     def inject(self, fault: chaos_pb2.Fault) -> None:
         self._outbox.add(session_pb2.RouterFrame(fault=fault))
@@ -221,6 +245,8 @@ class WorkerLink:
             self.decoding.CopyFrom(frame.state.decoding)
             if frame.state.running or not frame.state.num_running:
                 self.running = list(frame.state.running)
+        if frame.HasField("loaded_adapters"):
+            self.adapters = frame.loaded_adapters
         self._listener.worker_frame(self.info.worker_id, frame)
         for place, progress in enumerate(frame.progress, 1):
             self._listener.worker_progress(self.info.worker_id, progress)

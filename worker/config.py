@@ -120,6 +120,7 @@ _VLLM_ONLY = {
     "quantization": "none",
     "kv_cache_dtype": "auto",
     "preemption": "recompute",
+    "max_loaded_adapters": None,
 }
 
 
@@ -133,6 +134,14 @@ class WorkerConfig:
     model_revision: str = ""
     #: LoRA adapters of the model, written like the cluster's setting adapters
     adapters: tuple[str, ...] = ()
+    #: largest number of adapters in a worker's memory, for Everlift's own engine; others are loaded
+    #: when requests name them, in place of idle ones. Not set: the number of adapters
+    max_loaded_adapters: Count | None = None
+    #: largest rank of an adapter that is loaded at run time; GPUs reserve memory for it
+    max_adapter_rank: Annotated[int, Field(ge=1, le=512)] = 64
+    #: directory below which the directories of adapters lie that operators load at run time; empty:
+    #: they may name hub ids only
+    adapter_dir: str = ""
     #: everlift: Everlift's own engine; vllm: vLLM, which must be installed where the worker runs
     engine: Literal["everlift", "vllm"] = "everlift"
     #: Python interpreter of the worker's processes; not set: that of everlift up. vLLM has an
@@ -239,13 +248,18 @@ class WorkerConfig:
             )
 
     def _check_engine(self) -> None:
+        if self.max_loaded_adapters and self.is_fake:
+            raise ValueError(
+                f"max_loaded_adapters needs a model; the model {FAKE!r} has no adapters"
+            )
         if self.engine == "everlift":
             return
         if self.is_fake:
             raise ValueError("engine must be everlift for the model fake")
         for name, only in _VLLM_ONLY.items():
             if getattr(self, name) != only:
-                raise ValueError(f"{name} must be {only} if engine is vllm")
+                must = "not be set" if only is None else f"be {only}"
+                raise ValueError(f"{name} must {must} if engine is vllm")
         if self.speculation.num_draft_tokens:
             raise ValueError("speculation.num_draft_tokens must be 0 if engine is vllm")
 
@@ -253,6 +267,13 @@ class WorkerConfig:
     def num_ranks(self) -> int:
         """Number of the worker's ranks; vLLM starts the processes of its devices itself."""
         return 1 if self.engine == "vllm" else self.tensor_parallel
+
+    @property
+    def num_adapter_slots(self) -> int:
+        """Number of adapters that Everlift's own engine has in memory at once."""
+        if self.engine == "vllm":
+            return 0
+        return self.max_loaded_adapters or len(self.adapters)
 
     @property
     def cpu_kv_cache_mib(self) -> int:

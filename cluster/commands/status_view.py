@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
@@ -32,7 +33,7 @@ def show(status: pb.GetStatusResponse, rates: Rates | None = None, now: float = 
         names = [escape(worker.model)] if has_models else []
         table.add_row(*_cells(worker, _tokens(worker, rates, now)), *names)
     models = [_models(status)] if len(status.models) > 1 else []
-    return Group(*models, table, _engines(status), _counters(status))
+    return Group(*models, table, _engines(status), *_adapters(status), _counters(status))
 
 
 def _models(status: pb.GetStatusResponse) -> Table:
@@ -40,6 +41,14 @@ def _models(status: pb.GetStatusResponse) -> Table:
     for model in status.models:
         table.add_row(escape(model.name), str(model.workers), str(model.running), str(model.queued))
     return table
+
+
+def _adapters(status: pb.GetStatusResponse) -> Iterator[Text]:
+    """Yield a line for each worker that has LoRA adapters in memory."""
+    for worker in status.workers:
+        if worker.alive and worker.loaded_adapters:
+            names = ", ".join(worker.loaded_adapters)
+            yield Text(f"adapters of {worker.worker_id[:8]}: {names}")
 
 
 def _tokens(worker: pb.WorkerStatus, rates: Rates | None, now: float) -> str:

@@ -33,6 +33,7 @@ def of(explanation: pb.Explanation) -> list[str | Table]:
         *neighbours(explanation),
         *queue_waits(explanation),
         *prefix_waits(explanation),
+        *adapter_loads(explanation),
     ]
 
 
@@ -174,6 +175,16 @@ def prefix_waits(explanation: pb.Explanation) -> Iterator[str]:
                 f"a worker with {wait.tokens} of {attempt.known_tokens} tokens cached; computing "
                 f"them elsewhere would have taken {wait.compute_s:.3f} s, and with its cost for "
                 f"other requests, a wait of up to {wait.saved_s:.3f} s was worthwhile"
+            )
+
+
+def adapter_loads(explanation: pb.Explanation) -> Iterator[str]:
+    """Yield a line for each wait at a worker until the request's LoRA adapter was loaded."""
+    for attempt in explanation.attempts:
+        if attempt.adapter_s:
+            yield (
+                f"adapter, attempt {attempt.number}: waited {attempt.adapter_s:.3f} s at the "
+                "worker until it was loaded"
             )
 
 

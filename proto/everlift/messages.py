@@ -9,9 +9,10 @@ stored ``Request`` and the tokens generated so far.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 from typing import Self
 
 from everlift import sampling
@@ -117,8 +118,9 @@ class Submission:
     of an API that the ledger stores with the request. Only the last ``truncate_prompt_tokens``
     tokens of the prompt are used; None means all, and -1 as many as the context leaves beside the
     output. ``bad_words`` are texts whose token sequences the output must not contain. ``adapter``
-    is the LoRA adapter that ``model`` names; it is empty for the model itself. ``images`` are in
-    the order of their placeholders in the prompt.
+    is the LoRA adapter that ``model`` names; it is empty for the model itself. ``adapter_digest``
+    identifies its files; it is empty if they are not known yet. ``images`` are in the order of
+    their placeholders in the prompt.
 
     The constructor raises InvalidRequest if a field is invalid.
     """
@@ -151,6 +153,7 @@ class Submission:
     truncate_prompt_tokens: int | None = None
     bad_words: tuple[str, ...] = ()
     adapter: str = ""
+    adapter_digest: str = ""
     images: tuple[Image, ...] = ()
 
     def __post_init__(self) -> None:
@@ -227,15 +230,16 @@ class Submission:
         """Return the salt of the request's block hashes.
 
         Requests share cached KV blocks only if their salts are equal. Tenants never share blocks,
-        because timing would reveal the prompts of other tenants. Each adapter computes other keys
-        and values.
+        because timing would reveal the prompts of other tenants. Each version of an adapter
+        computes other keys and values.
         """
         tenant, salt = tenant_of(self.request_id), b""
         if self.cache_salt or tenant:
             salt = hashlib.sha256(f"{tenant}/{self.cache_salt}".encode()).digest()
         if self.adapter:
             # No text of a tenant and a salt begins with this byte.
-            salt = hashlib.sha256(b"\0" + self.adapter.encode() + b"\0" + salt).digest()
+            names = self.adapter.encode(), self.adapter_digest.encode(), salt
+            salt = hashlib.sha256(b"\0" + b"\0".join(names)).digest()
         return salt
 
     @classmethod
@@ -247,13 +251,13 @@ class Submission:
         trace: TraceContext | None = None,
         x_request_id: str = "",
         sampling_defaults: SamplingParams | None = None,
-        adapters: Container[str] = (),
+        adapters: Mapping[str, str] = MappingProxyType({}),
     ) -> Self:
         """Return the submission that ``message`` describes.
 
         ``request_id`` is the id with the tenant's name. ``seed`` and ``sampling_defaults`` are
-        used for sampling parameters that the message does not set. ``adapters`` has the names of
-        the model's adapters. Raises InvalidRequest if a field is invalid.
+        used for sampling parameters that the message does not set. ``adapters`` has the digests
+        of the model's adapters by name. Raises InvalidRequest if a field is invalid.
         """
         _check_best_of(message)
         submission = cls(
@@ -291,6 +295,7 @@ class Submission:
             ),
             bad_words=limit_plus_one(message.bad_words, MAX_BAD_WORDS),
             adapter=message.model if message.model in adapters else "",
+            adapter_digest=adapters.get(message.model, ""),
             images=tuple(
                 Image.checked(data, f"images[{index}]")
                 for index, data in enumerate(limit_plus_one(message.images, MAX_IMAGES))
@@ -397,8 +402,8 @@ class Request:
     text. ``prompt_field`` has the ``prompt_ids`` as a field of a protobuf message, from which other
     messages copy them faster than from a tuple; it may be empty. ``adapter`` is the name of the
     LoRA adapter, if the request names one; ``adapter_digest`` identifies its files like
-    ``fingerprint`` those of the model. ``images`` are in the order of their placeholders in the
-    prompt.
+    ``fingerprint`` those of the model, and ``adapter_source`` is where they lie. ``images`` are in
+    the order of their placeholders in the prompt.
     """
 
     request_id: str
@@ -429,6 +434,7 @@ class Request:
     turn: bytes = b""
     adapter: str = ""
     adapter_digest: str = ""
+    adapter_source: str = ""
     images: tuple[Image, ...] = ()
     chunks: tuple[int, ...] = field(default=(), compare=False)
     chunk_hashes: tuple[bytes, ...] = field(default=(), compare=False)
@@ -482,6 +488,7 @@ class Request:
             turn=self.turn,
             adapter=self.adapter,
             adapter_digest=self.adapter_digest,
+            adapter_source=self.adapter_source,
             image_digests=[image.digest for image in self.images],
         ).SerializeToString()
 
@@ -523,6 +530,7 @@ class Request:
             turn=stored.turn,
             adapter=stored.adapter,
             adapter_digest=stored.adapter_digest,
+            adapter_source=stored.adapter_source,
             images=tuple(
                 Image(digest, image)
                 for digest, image in zip(stored.image_digests, images, strict=True)

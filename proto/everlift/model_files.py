@@ -129,10 +129,11 @@ async def fetch_adapter(source: AdapterSource) -> None:
     Raises ModelUnavailable if they cannot be downloaded.
     """
     if source.is_hub_id:
-        await _in_thread(partial(_fetch_adapter, source))
+        await _in_thread(partial(download_adapter, source))
 
 
-def _fetch_adapter(source: AdapterSource) -> None:
+def download_adapter(source: AdapterSource) -> None:
+    """Download the missing files of an adapter, in this thread. Raises ModelUnavailable."""
     try:
         locate_adapter(source)
     except ModelUnavailable:

@@ -17,11 +17,13 @@ from typing import NamedTuple, TypeAlias
 
 from everlift.hashes import BLOCK_SIZE, BLOCKS_PER_CHUNK, CHUNK_SIZE
 from everlift.step_fit import FittedStepTime
+from everlift.v1 import session_pb2
 from router.admission.parking import Parking, Wait
 from router.admission.prefix_index import PrefixIndex
 from router.admission.request import Waiting
 from router.admission.throughput import slow_workers
 from router.admission.workers import (
+    Adapters,
     Capacity,
     Claim,
     Load,
@@ -85,6 +87,7 @@ class _Needs(NamedTuple):
     #: last chunk of the prompt, which identifies all of them; 0: none
     chunk: int = 0
     adapter: str = ""
+    adapter_digest: str = ""
 
 
 class CachedPrefixes(NamedTuple):
@@ -109,7 +112,8 @@ class Choice(NamedTuple):
 
     ``prefixes`` are the tokens that each worker has cached. ``seconds`` is the predicted time until
     the chosen one has computed the other tokens, together with its pending prefill; None if
-    unknown. ``others_s`` are the seconds that its computation there costs other requests.
+    unknown. ``others_s`` are the seconds that its computation there costs other requests, and
+    ``adapter_s`` those until its LoRA adapter is loaded (inf: sequences use all slots).
     """
 
     worker_id: str
@@ -117,11 +121,12 @@ class Choice(NamedTuple):
     cached_tokens: int
     seconds: float | None
     others_s: float
+    adapter_s: float = 0.0
 
     @property
     def cost_s(self) -> float:
-        """Return the sum of ``seconds`` and ``others_s``, or infinity if it is unknown."""
-        return inf if self.seconds is None else self.seconds + self.others_s
+        """Return the sum of all seconds, or infinity if it is unknown."""
+        return inf if self.seconds is None else self.seconds + self.others_s + self.adapter_s
 
 
 class Waited(NamedTuple):
@@ -194,6 +199,11 @@ class Placement:
                 worker.step_time.observe(*sample)
             self._on_worker_changed(worker_id)
 
+    def report_adapters(self, worker_id: str, loaded: session_pb2.LoadedAdapters) -> None:
+        """Record which LoRA adapters a worker has in memory."""
+        if (worker := self._workers.get(worker_id)) is not None:
+            worker.adapters = Adapters.from_proto(loaded, worker.capacity.adapter_slots)
+
     def acknowledge(self, worker_id: str, epoch: int) -> None:
         """Drop the reservation of capacity for the dispatch number ``epoch`` at a worker.
 
@@ -201,6 +211,7 @@ class Placement:
         """
         if (worker := self._workers.get(worker_id)) is not None:
             claim = worker.unacknowledged.drop(epoch)
+            worker.coming_adapters.pop(epoch, None)
             # Only the leader that dispatched it knows the number of choices.
             worker.num_arrived += 1 if claim is None else claim.choices
             self._on_worker_changed(worker_id)
@@ -209,6 +220,7 @@ class Placement:
         """Drop the dispatch number ``epoch`` to a worker, which will never receive it."""
         if (worker := self._workers.get(worker_id)) is not None:
             worker.unacknowledged.drop(epoch)
+            worker.coming_adapters.pop(epoch, None)
             self._on_worker_changed(worker_id)
         self.index.settle(worker_id, epoch)
 
@@ -216,6 +228,7 @@ class Placement:
         """Release expired reservations, mark slow workers, and refit the step-time models."""
         for worker_id, worker in self._workers.items():
             for epoch in worker.unacknowledged.expire(now - self._config.dispatch_ack):
+                worker.coming_adapters.pop(epoch, None)
                 self.index.settle(worker_id, epoch)
             for request_id in worker.reserved.expire(now - _RESERVED_S):
                 self._reserved.pop(request_id, None)
@@ -263,6 +276,8 @@ class Placement:
         worker = self._workers[worker_id]
         self.index.expect(worker_id, epoch, waiting.chunks)
         worker.unacknowledged.add(epoch, claim)
+        if waiting.adapter:
+            worker.coming_adapters[epoch] = waiting.adapter, waiting.adapter_digest
         if waiting.is_suspect:
             worker.trial = epoch
         self._on_worker_changed(worker_id)
@@ -325,11 +340,32 @@ class Placement:
                 group = (it for it in self._ready if it in warm and not self._workers[it].is_slow)
                 other = self._first(group, waiting, needs, prefixes)
                 chosen = chosen if other is None else _cheaper(chosen, other)
+        if chosen is not None and chosen.worker_id != reserved_worker and chosen.adapter_s:
+            chosen = self._with_adapter(chosen, waiting, needs, prefixes)
         if chosen is None:
             self._unmet = needs
             self._changed.clear()
         if released is not None:
             self._add_reservation(released[0], waiting.request_id, released[1])
+        return chosen
+
+    def _with_adapter(
+        self, chosen: Choice, waiting: Waiting, needs: _Needs, prefixes: CachedPrefixes
+    ) -> Choice:
+        """Return the cheapest of ``chosen`` and workers at which the adapter is loaded sooner.
+
+        These are the first one that has it loaded, and the first one with an unused slot.
+        """
+        adapter_s = {
+            it: self._workers[it].adapter_s(needs.adapter, needs.adapter_digest)
+            for it in self._ready
+            if self._workers[it].is_slow <= self._workers[chosen.worker_id].is_slow
+        }
+        loaded = (it for it, seconds in adapter_s.items() if not seconds)
+        unused = (it for it, seconds in adapter_s.items() if seconds < inf)
+        for group in (loaded, unused):
+            other = self._first(group, waiting, needs, prefixes)
+            chosen = chosen if other is None else _cheaper(chosen, other)
         return chosen
 
     def _first(
@@ -348,7 +384,8 @@ class Placement:
                 others_s = (
                     self._others_s(worker_id, waiting, num_cached) if prefixes.groups else 0.0
                 )
-                return Choice(worker_id, prefixes, num_cached, seconds, others_s)
+                adapter_s = self._workers[worker_id].adapter_s(needs.adapter, needs.adapter_digest)
+                return Choice(worker_id, prefixes, num_cached, seconds, others_s, adapter_s)
         return None
 
     def _prefixes(self, waiting: Waiting) -> CachedPrefixes:
@@ -427,7 +464,7 @@ class Placement:
         once, with its cost for other requests, would have taken (the ski-rental bound).
         """
         is_reserved = self._reserved.get(waiting.request_id) == choice.worker_id
-        if choice.seconds is None or waiting.is_suspect or is_reserved:
+        if choice.cost_s == inf or waiting.is_suspect or is_reserved:
             return None
         best: Wait | None = None
         best_cost_s = choice.cost_s
@@ -443,6 +480,7 @@ class Placement:
             if own_s is None or pending_s is None:
                 continue
             own_cost_s = own_s + self._others_s(worker_id, waiting, num_cached)
+            own_cost_s += worker.adapter_s(waiting.adapter, waiting.adapter_digest)
             saved_s = min(choice.cost_s - own_cost_s, waited.saved_s)
             wait_s = self._wait_s(worker, waiting, num_cached, ahead)
             # While the request waits for credit, the worker computes the pending tokens.
@@ -522,11 +560,16 @@ class Placement:
 
 def _needs_of(waiting: Waiting) -> _Needs:
     last = waiting.chunks[-1] if waiting.chunks else 0
-    return _Needs(waiting.prefill_tokens, waiting.choices, waiting.avoid, last, waiting.adapter)
+    adapter = waiting.adapter, waiting.adapter_digest
+    return _Needs(waiting.prefill_tokens, waiting.choices, waiting.avoid, last, *adapter)
 
 
 def _cheaper(one: Choice, other: Choice) -> Choice:
-    """Return the choice of the lower cost; of equal or unknown costs, the one with more cached."""
+    """Return the choice of the lower cost.
+
+    Of equal or unknown costs, it is the one whose adapter is loaded sooner, then the one with more
+    cached.
+    """
     if one.seconds is None or other.seconds is None:
-        return max(one, other, key=lambda it: it.cached_tokens)
-    return min(one, other, key=lambda it: (it.cost_s, -it.cached_tokens))
+        return min(one, other, key=lambda it: (it.adapter_s, -it.cached_tokens))
+    return min(one, other, key=lambda it: (it.cost_s, it.adapter_s, -it.cached_tokens))

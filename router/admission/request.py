@@ -114,8 +114,10 @@ class Waiting(NamedTuple):
     cached_tokens: int = 0
     #: number of the tenant's session; 0: none
     session: int = 0
-    #: LoRA adapter that the worker must serve; empty: none
+    #: LoRA adapter that the worker must serve, and the digest of its files (empty: any); empty:
+    #: none
     adapter: str = ""
+    adapter_digest: str = ""
     #: name of the model that the worker must serve
     model: str = ""
     #: share of the recent requests whose sessions had attained less service, below 1; set by the
@@ -161,6 +163,7 @@ class Waiting(NamedTuple):
             cached_tokens=min(message.cached_tokens, max(0, message.prompt_tokens - 1)),
             session=message.session,
             adapter=message.adapter,
+            adapter_digest=message.adapter_digest,
             model=message.model,
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, inf
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 from everlift.hashes import BLOCK_SIZE
@@ -159,8 +159,10 @@ class Capacity:
     host_load_s: float = 0.0
     #: model for which the worker was started; it may serve another one since
     first_model: str = ""
-    #: LoRA adapters that the worker serves
+    #: LoRA adapters that the worker was started with
     adapters: frozenset[str] = frozenset()
+    #: number of adapters in its memory; it loads any adapter at run time. 0: it serves ``adapters``
+    adapter_slots: int = 0
 
     @classmethod
     def from_proto(cls, info: session_pb2.WorkerInfo) -> Self:
@@ -173,13 +175,43 @@ class Capacity:
             host_load_s=info.host_load_s,
             first_model=info.first_model,
             adapters=frozenset(info.adapters),
+            adapter_slots=info.adapter_slots,
         )
 
     def serves(self, adapter: str) -> bool:
         """Return whether the worker serves a LoRA adapter; every worker serves the empty one."""
-        return not adapter or adapter in self.adapters
+        return not adapter or self.adapter_slots > 0 or adapter in self.adapters
 
 
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """LoRA adapters in a worker's memory, by name and by digest of their files.
+
+    ``num_unused`` is the number of slots that no sequence uses, and ``load_s`` the mean time of a
+    load in seconds, 0 if unknown.
+    """
+
+    names: frozenset[str] = frozenset()
+    digests: frozenset[str] = frozenset()
+    num_unused: int = 0
+    load_s: float = 0.0
+
+    @classmethod
+    def from_proto(cls, message: session_pb2.LoadedAdapters, num_slots: int) -> Self:
+        return cls(
+            frozenset(adapter.name for adapter in message.adapters),
+            frozenset(adapter.digest for adapter in message.adapters),
+            num_slots - sum(it.sequences > 0 or it.loading for it in message.adapters),
+            message.load_s,
+        )
+
+    def has(self, adapter: str, digest: str) -> bool:
+        return digest in self.digests if digest else adapter in self.names
+
+
+#: Seconds that the load of an adapter takes at least; the time is unknown before the first load.
+_LEAST_LOAD_S = 1e-3
+NO_ADAPTERS = Adapters()
 NO_WORK = Work()
 
 
@@ -331,6 +363,9 @@ class WorkerView:
     departures: Departures = field(default_factory=Departures)
     #: sequences whose dispatch the worker acknowledged since its last report
     num_arrived: int = 0
+    adapters: Adapters = NO_ADAPTERS
+    #: adapters of dispatches that the worker has not acknowledged yet, by epoch
+    coming_adapters: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.slots = self.slots or self.capacity.max_num_seqs
@@ -339,6 +374,18 @@ class WorkerView:
     def is_open(self) -> bool:
         """Return whether the worker accepts requests: it has reported and is not draining."""
         return not self.load.draining and self.load.sequence_number >= 0
+
+    def adapter_s(self, adapter: str, digest: str) -> float:
+        """Return the seconds to load an adapter: 0 if it is loaded or is about to be.
+
+        Infinite if sequences use all slots, so that some must end first.
+        """
+        loads = bool(adapter) and self.capacity.adapter_slots > 0
+        coming = self.coming_adapters.values()
+        if not loads or self.adapters.has(adapter, digest) or (adapter, digest) in coming:
+            return 0.0
+        num_unused = self.adapters.num_unused - len({*coming})
+        return max(self.adapters.load_s, _LEAST_LOAD_S) if num_unused > 0 else inf
 
     @property
     def num_ahead(self) -> int:

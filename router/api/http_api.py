@@ -17,6 +17,7 @@ from router.api.anthropic import errors as anthropic_errors
 from router.api.anthropic.messages import Messages
 from router.api.http.endpoint import ANY_METHOD, Call, Endpoint, Handler, JsonResponse
 from router.api.openai import openapi
+from router.api.openai.adapters import AdapterPaths
 from router.api.openai.answering import Answering
 from router.api.openai.batches.batches import Batches
 from router.api.openai.conversations.conversations import Conversations
@@ -52,6 +53,7 @@ class Api:
         models: ServedModels,
         requests: Requests,
         metrics: MetricsServer,
+        adapters: AdapterPaths,
         max_body_bytes: int,
         more: Iterable[Path] = (),
         files: Files | None = None,
@@ -71,6 +73,7 @@ class Api:
         self._models = models
         self._requests = requests
         self._metrics = metrics
+        self._adapters = adapters
         self._started = int(time.time())
         self._max_body_bytes = max_body_bytes
         self._more = tuple(more)
@@ -88,6 +91,8 @@ class Api:
                 self._messages_route("/v1/messages/count_tokens", self._messages.count_tokens),
                 self._route("GET", "/v1/models", self._list_models, INFER),
                 self._route("GET", "/v1/models/{model:path}", self._one_model, INFER),
+                self._route("POST", "/v1/load_lora_adapter", self._adapters.load, ADMIN),
+                self._route("POST", "/v1/unload_lora_adapter", self._adapters.unload, ADMIN),
                 self._route("GET", _EXPLANATION, self._explaining.explain, INFER, ADMIN),
                 self._route("POST", "/tokenize", self._texts.tokenize, INFER),
                 self._route("POST", "/detokenize", self._texts.detokenize, INFER),

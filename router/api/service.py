@@ -253,7 +253,7 @@ class Inference:
                         trace,
                         x_request_id,
                         model.sampling_defaults,
-                        model.adapters,
+                        model.adapter_digests,
                     )
                 ),
             )

@@ -110,4 +110,5 @@ def _worker(link: WorkerLink) -> pb.WorkerStatus:
         max_num_seqs=info.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,
         engine_policy=state.engine_policy,
+        loaded_adapters=[it.name for it in link.adapters.adapters if not it.loading],
     )

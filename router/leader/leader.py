@@ -387,6 +387,8 @@ class Leader:
             index.update_host(worker_id, frame.stored_host_chunks, frame.evicted_host_chunks)
         for epoch in frame.prefilled_epochs:
             index.settle(worker_id, epoch)
+        if frame.HasField("loaded_adapters"):
+            placement.report_adapters(worker_id, frame.loaded_adapters)
         if frame.HasField("state"):
             placement.report(worker_id, Load.from_proto(frame.state), now())
             if frame.state.running or not frame.state.num_running:

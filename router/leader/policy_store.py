@@ -14,6 +14,13 @@ from everlift.errors import SettingsError
 from everlift.v1 import session_pb2
 from router.admission.policy import Rules
 from router.config import RouterConfig
+from router.leader.adapter_catalogue import (
+    AdapterEntry,
+    AdapterListener,
+    catalogue_of,
+    is_adapter,
+    setting_of,
+)
 from router.ledger.base import ClusterPolicy, Ledger
 
 log = logs.get_logger(__name__)
@@ -104,11 +111,15 @@ class RuntimePolicy:
         ledger: Ledger,
         listeners: Sequence[RulesListener],
         engines: Iterable[Engines] = (),
+        adapter_listeners: Iterable[AdapterListener] = (),
     ) -> None:
         self._configured = self._current = RuntimeSettings(config)
         self._ledger = ledger
         self._listeners = listeners
         self._engines = engines
+        self._adapter_listeners = adapter_listeners
+        #: LoRA adapters that operators have loaded, by name
+        self.adapters: Mapping[str, AdapterEntry] = {}
         self._policy = ClusterPolicy()
         self._overridden: tuple[str, ...] = ()
 
@@ -164,6 +175,14 @@ class RuntimePolicy:
         self._update(await self._ledger.set_policy(texts))
         return self.effective_settings
 
+    async def set_adapter(self, name: str, entry: AdapterEntry | None) -> None:
+        """Add or replace a LoRA adapter of all routers, or remove it if ``entry`` is None.
+
+        Raises LedgerUnavailable.
+        """
+        text = "" if entry is None else entry.to_text()
+        self._update(await self._ledger.set_policy({setting_of(name): text}))
+
     def _update(self, policy: ClusterPolicy) -> None:
         if policy != self._policy:
             self._activate(policy)
@@ -181,10 +200,15 @@ class RuntimePolicy:
             listener.apply_rules(self.rules)
         for engines in self._engines:
             engines.set_policy(self.engine_policy)
+        self.adapters = catalogue_of(policy.values)
+        for adapter_listener in self._adapter_listeners:
+            adapter_listener.set_catalogue(self.adapters)
 
     def _apply(self, policy: ClusterPolicy) -> None:
         current, overridden = self._configured, []
         for name, text in policy.values.items():
+            if is_adapter(name):
+                continue
             try:
                 current = current.with_setting(name, text)
             except SettingsError as error:

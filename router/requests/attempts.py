@@ -18,7 +18,13 @@ from itertools import islice, takewhile
 from typing import NamedTuple
 
 from everlift import logs
-from everlift.errors import EngineFailed, EverliftError, InvalidRequest, from_slug
+from everlift.errors import (
+    EngineFailed,
+    EverliftError,
+    InvalidRequest,
+    UnknownModel,
+    from_slug,
+)
 from everlift.messages import FinishReason
 from everlift.request_id import strip_tenant, tenant_of
 from everlift.sampling import TokenLogprobs
@@ -478,7 +484,7 @@ class Attempts:
         self, live: LiveRequest, progress: session_pb2.Progress, now: float
     ) -> list[Effect]:
         error = from_slug(progress.error_slug, progress.error)
-        if isinstance(error, InvalidRequest):
+        if isinstance(error, InvalidRequest | UnknownModel):
             return [End(live, State.FAILED, error)]
         if progress.stop == session_pb2.STOP_CAUSE_REFUSED:
             return [End(live, State.FAILED, EngineFailed(progress.error))]

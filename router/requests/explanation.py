@@ -104,6 +104,7 @@ def _add(attempt: Attempt, explanation: pb.Explanation) -> None:
         queue=attempt.queue,
         prefix_wait=attempt.prefix_wait,
         expected_cached_tokens=attempt.expected_cached_tokens,
+        adapter_s=attempt.adapter_s,
     )
 
 

@@ -51,6 +51,7 @@ def start(
         session=request.session,
         adapter=request.adapter,
         adapter_digest=request.adapter_digest,
+        adapter_source=request.adapter_source,
         images=[
             session_pb2.Image(digest=image.digest, data=image.data if has_images else b"")
             for image in request.images
@@ -114,6 +115,7 @@ def waiting(
         cached_tokens=cached_tokens,
         session=request.session,
         adapter=request.adapter,
+        adapter_digest=request.adapter_digest,
         model=request.model,
         **live.prediction.queue_key._asdict(),
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from everlift.errors import RouterStopping, SettingsError, UnknownModel
 from everlift.messages import Request, Submission
 from everlift.v1 import session_pb2
+from router.leader.adapter_catalogue import AdapterEntry
 from router.requests.splicing import Turn
 from router.requests.tokenizer import ServedModel
 
@@ -25,6 +26,7 @@ class ServedModels:
                     raise SettingsError(f"two models of the cluster have the name {name!r}")
                 self._by_client_name[name] = model
             self._by_name[model.name] = model
+        self._configured = dict(self._by_client_name)
         #: whether clients are directed to these models and not to another cluster (router.active)
         self.is_active = True
         #: whether requests for another cluster's model may arrive, because this cluster is inactive
@@ -59,6 +61,17 @@ class ServedModels:
         if self.is_switching:
             raise RouterStopping(f"{cause}, and one model is replacing another: try again")
         raise UnknownModel(cause, field="model")
+
+    def set_catalogue(self, entries: Mapping[str, AdapterEntry]) -> None:
+        """Serve the adapters that operators have loaded, besides those of the settings."""
+        free = {name: entry for name, entry in entries.items() if not self.is_configured(name)}
+        for model in self:
+            model.set_catalogue(free)
+        self._by_client_name = {name: model for model in self for name in model.names}
+
+    def is_configured(self, name: str) -> bool:
+        """Return whether ``name`` is a name of a model, or of an adapter of the settings."""
+        return name in self._configured
 
     def canonical_name(self, name: str) -> str:
         """Return the name of the model for which a client asks; empty for an unknown model."""

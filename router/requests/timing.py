@@ -178,6 +178,8 @@ class Attempt:
     waited_s: float | None = None
     #: known tokens that this first step found in the KV cache
     cached_tokens: int = 0
+    #: part of ``waited_s`` in which the adapter was not loaded
+    adapter_s: float = 0.0
     #: known tokens that are computed or cached, as last reported during the prefill
     prefilled_tokens: int = 0
     first_token: float | None = None
@@ -283,6 +285,7 @@ class Attempt:
             self.first_token = self.last_message_at
         if self.waited_s is None and message.HasField("waited_s"):
             self.waited_s, self.cached_tokens = message.waited_s, message.cached_tokens
+            self.adapter_s = message.adapter_s
         self.prefilled_tokens = message.prefilled_tokens or self.prefilled_tokens
         self.preemptions += message.preemptions
         self.recomputed_tokens += message.recomputed_tokens

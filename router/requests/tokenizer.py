@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self, TypeVar
@@ -14,6 +15,7 @@ from typing import Any, Literal, Protocol, Self, TypeVar
 import tokenizers
 
 from everlift import model_files
+from everlift.adapters import AdapterSource
 from everlift.checks import check_range
 from everlift.end_tokens import end_token_ids
 from everlift.errors import (
@@ -36,6 +38,7 @@ from everlift.text import Vocabulary
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from everlift.vocabulary import byte_level, byte_piece, decoder_types
+from router.leader.adapter_catalogue import AdapterEntry
 from router.requests import splicing
 from router.requests.sampling_defaults import of_model
 from router.requests.splicing import Turn
@@ -225,7 +228,8 @@ class ServedModel:
     settings with which the workers run the model; it is empty until a worker has announced it.
     ``directory`` is None for the fake model. ``sampling_defaults`` apply to parameters that a
     request does not set. ``aliases`` are further names that clients may use. ``adapters`` has the
-    roots (``AdapterSource``) of the model's LoRA adapters, by name. With ``clamps_max_tokens``, the
+    sources of the model's LoRA adapters, by name: those of the settings and those that operators
+    have loaded. With ``clamps_max_tokens``, the
     max_tokens of every request is lowered to the part of the context that the prompt leaves free.
     With ``computes_chunks``, requests have the ids of their prompts' chunks. ``max_images`` and
     ``max_image_bytes`` limit the images of a request; workers may take fewer.
@@ -243,15 +247,21 @@ class ServedModel:
     max_images: int = MAX_IMAGES
     max_image_bytes: int = 4 << 20
     aliases: tuple[str, ...] = ()
-    adapters: Mapping[str, str] = field(default_factory=dict)
+    adapters: Mapping[str, AdapterSource] = field(default_factory=dict)
     max_model_len: int | None = field(default=None, init=False)
     fingerprint: str = ""
     #: maximum number of tokens of a sequence that a worker can hold, by worker id
     _capacities: dict[str, int] = field(default_factory=dict, init=False)
     #: number of images that every worker takes; None until a worker has announced it
     _worker_images: int | None = field(default=None, init=False)
-    #: digests of the adapters that the connected workers serve, by name
-    _digests: dict[str, str] = field(default_factory=dict, init=False)
+    #: digests of the adapters' files by name; empty if no worker has announced one yet
+    adapter_digests: Mapping[str, str] = field(default_factory=dict, init=False)
+    #: digests of the adapters of the settings that connected workers have announced, by name
+    _announced: dict[str, str] = field(default_factory=dict, init=False)
+    #: adapters that operators have loaded, by name
+    _catalogue: Mapping[str, AdapterEntry] = field(default_factory=dict, init=False)
+    #: whether a connected worker loads adapters at run time
+    _loads_adapters: bool = field(default=False, init=False)
 
     @classmethod
     def load(
@@ -307,12 +317,37 @@ class ServedModel:
         """
         self._capacities = {worker.worker_id: _capacity(worker) for worker in workers}
         if workers:
-            self._digests = {
+            self._announced = {
                 name: digest for worker in workers for name, digest in worker.adapters.items()
             }
+            self._loads_adapters = any(worker.adapter_slots for worker in workers)
+            self._update_digests()
             self.fingerprint = workers[-1].fingerprint
             self.max_model_len = min(self._capacities.values())
             self._worker_images = min(worker.max_images for worker in workers)
+
+    def set_adapters(self, sources: Iterable[AdapterSource]) -> None:
+        """Serve the LoRA adapters of the settings."""
+        self.adapters = {source.name: source for source in sources}
+        self._update_digests()
+
+    def set_catalogue(self, entries: Mapping[str, AdapterEntry]) -> None:
+        """Serve those adapters of ``entries`` that are this model's, besides its own."""
+        configured = {
+            name: source for name, source in self.adapters.items() if name not in self._catalogue
+        }
+        self._catalogue = {
+            name: entry for name, entry in entries.items() if entry.model == self.name
+        }
+        loaded = {name: AdapterSource.parse(it.source) for name, it in self._catalogue.items()}
+        self.adapters = configured | loaded
+        self._update_digests()
+
+    def _update_digests(self) -> None:
+        digests = {name: entry.digest for name, entry in self._catalogue.items()}
+        self.adapter_digests = {
+            name: digests.get(name) or self._announced.get(name, "") for name in self.adapters
+        }
 
     @property
     def longest_sequence(self) -> int:
@@ -352,7 +387,8 @@ class ServedModel:
 
     def root_of(self, name: str) -> str:
         """Return the hub id or the directory's name of the adapter or model with this name."""
-        return self.adapters.get(name, self.name)
+        adapter = self.adapters.get(name)
+        return self.name if adapter is None else adapter.root
 
     def check_images(self, images: Sequence[Image]) -> None:
         """Check the number and the total size of a request's images.
@@ -382,28 +418,40 @@ class ServedModel:
             )
 
     def with_fingerprint(self, request: Request, *, has_output: bool) -> Request:
-        """Return the request with the fingerprints of model and adapter that workers announced.
+        """Return the request with the fingerprint of the model that workers announced.
 
-        ``has_output`` states whether the request has output already. Raises UnknownModel if the
-        request is for an adapter that is no longer served, or if its output was generated under
-        another fingerprint, that is, with other weights, another tokenizer or other settings. A
-        fingerprint that is not known yet matches every other one.
+        ``has_output`` states whether the request has output already. If not, it also gets the
+        present version of its adapter. Otherwise it keeps its version: workers that load adapters
+        at run time load that one. Raises UnknownModel if the request is for an
+        adapter that is no longer served, or if its output was generated under another fingerprint,
+        that is, with other weights, another tokenizer or other settings. A fingerprint that is not
+        known yet matches every other one.
         """
-        adapter = request.adapter
-        if adapter and adapter not in self.adapters:
-            raise UnknownModel(f"the adapter {adapter!r} is no longer served")
-        of_model, of_adapter = request.fingerprint, request.adapter_digest
-        fingerprint, digest = self.fingerprint, self._digests.get(adapter, "")
-        if fingerprint in ("", of_model) and digest in ("", of_adapter):
+        request = self._with_adapter(request, has_output=has_output)
+        if self.fingerprint in ("", request.fingerprint):
             return request
         if has_output:
-            _check_same(f"the model {self.name!r}", of_model, fingerprint)
-            _check_same(f"the adapter {adapter!r}", of_adapter, digest)
-        return replace(
-            request,
-            fingerprint=fingerprint or of_model,
-            adapter_digest=digest or of_adapter,
-        )
+            _check_same(f"the model {self.name!r}", request.fingerprint, self.fingerprint)
+        return replace(request, fingerprint=self.fingerprint)
+
+    def _with_adapter(self, request: Request, *, has_output: bool) -> Request:
+        adapter, before = request.adapter, request.adapter_digest
+        if not adapter or (has_output and before and self._loads_adapters):
+            return request
+        if adapter not in self.adapters:
+            raise UnknownModel(f"the adapter {adapter!r} is no longer served")
+        digest, source = self.adapter_digests[adapter], str(self.adapters[adapter])
+        if has_output:
+            _check_same(f"the adapter {adapter!r}", before, digest)
+        request = replace(request, adapter_digest=digest or before, adapter_source=source)
+        return request if digest in ("", before) else self._with_salt(request)
+
+    def _with_salt(self, request: Request) -> Request:
+        """Return a request, whose adapter has changed, with a salt that no other version has."""
+        salt = hashlib.sha256(request.salt + request.adapter_digest.encode()).digest()
+        hashes = chunk_hashes(request.prompt_ids, salt)
+        chunks = tuple(map(chunk_id, hashes)) if request.chunks else ()
+        return replace(request, salt=salt, chunk_hashes=tuple(hashes), chunks=chunks)
 
     def resolve(self, submission: Submission, turns: Sequence[Turn] = ()) -> Request:
         """Return a submission's request, with all defaults filled in and all limits checked.
@@ -460,13 +508,14 @@ class ServedModel:
             chunk_hashes=tuple(hashes),
             turn=turn,
             adapter=submission.adapter,
-            adapter_digest=self._digests.get(submission.adapter, ""),
+            adapter_digest=submission.adapter_digest,
+            adapter_source=str(self.adapters.get(submission.adapter, "")),
             images=submission.images,
             prompt_field=_as_field(prompt_ids),
         )
 
     def _check_adapter(self, adapter: str) -> None:
-        if adapter and self._capacities and adapter not in self._digests:
+        if adapter and self._capacities and not self.adapter_digests.get(adapter):
             raise NoWorker(f"no connected worker serves the adapter {adapter!r} yet: try again")
 
     def _chunks(self, submission: Submission, hashes: Sequence[bytes]) -> tuple[int, ...]:

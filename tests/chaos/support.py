@@ -32,6 +32,7 @@ from typing import Any
 import grpc
 
 from cluster.config import Config
+from cluster.groups import WorkerGroup
 from cluster.local.processes import ProcessCluster
 from cluster.local.replica import RouterReplica, WorkerReplica
 from everlift import wire
@@ -94,8 +95,8 @@ class Cluster(ProcessCluster):
     def _router(self, index: int, ledger: LedgerConfig) -> RouterReplica:
         return super()._router(index, self.ledgers.get(index, ledger))
 
-    def _worker(self, index: int) -> WorkerReplica:
-        replica = super()._worker(index)
+    def _worker(self, group: WorkerGroup, index: int) -> WorkerReplica:
+        replica = super()._worker(group, index)
         launch = replica._launch
         worker = replace(launch.worker, **self._differing.get(index, {}))
         replica._launch = replace(launch, worker=worker, routers=self.announce_to(launch.routers))

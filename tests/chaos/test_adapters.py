@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 
 from cluster.config import DEMO_MODEL, Config
 from everlift.client.client import AsyncClient
+from everlift.errors import NoWorker, UnknownWorker
 from everlift.sampling import SamplingParams
 from router.config import RouterConfig
 from tests.chaos.support import ROUTER, Cluster, running, until
@@ -29,14 +32,15 @@ BEGINNING = "count from 1 to 12: 1 2 3 4 5 6 7 8 9 10 11 12\n" * 3
 @dataclass(frozen=True)
 class Asked:
     number: int
+    names: Sequence[str] = NAMES
 
     @property
     def prompt(self) -> str:
-        return f"{BEGINNING}count from {self.number // len(NAMES)} to 400:"
+        return f"{BEGINNING}count from {self.number // len(self.names)} to 400:"
 
     @property
     def adapter(self) -> str:
-        return NAMES[self.number % len(NAMES)]
+        return self.names[self.number % len(self.names)]
 
     @property
     def sampling(self) -> SamplingParams:
@@ -45,9 +49,12 @@ class Asked:
 
 
 ASKED = [Asked(number) for number in range(REQUESTS)]
+#: More adapters than fit into a worker's memory.
+LOADED = ("", "a", "b", "c", "d")
+ASKED_OF_LOADED = [Asked(number, LOADED) for number in range(45)]
 
 
-def config(tmp_path: Path, adapters: tuple[str, ...]) -> Config:
+def config(tmp_path: Path, adapters: tuple[str, ...], **settings: Any) -> Config:
     return Config(
         model=str(DEMO_MODEL),
         adapters=adapters,
@@ -63,6 +70,7 @@ def config(tmp_path: Path, adapters: tuple[str, ...]) -> Config:
             num_blocks=90,
             max_num_batched_tokens=64,
             num_threads=1,
+            **settings,
         ),
     )
 
@@ -70,13 +78,14 @@ def config(tmp_path: Path, adapters: tuple[str, ...]) -> Config:
 class Run:
     """All requests at the same time, their tokens so far, and how many attempts they took."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.tokens: list[list[int]] = [[] for _ in ASKED]
+    def __init__(self, cluster: Cluster, asked: Sequence[Asked] = ASKED) -> None:
+        self._asked = asked
+        self.tokens: list[list[int]] = [[] for _ in asked]
         self.attempts = 0
         self._task = asyncio.create_task(self._follow(cluster))
 
     async def begun(self) -> None:
-        await until(lambda: sum(len(tokens) > 20 for tokens in self.tokens) > REQUESTS // 4)
+        await until(lambda: sum(len(tokens) > 20 for tokens in self.tokens) > len(self._asked) // 4)
         assert not self._task.done()
 
     async def finished(self) -> list[list[int]]:
@@ -85,7 +94,7 @@ class Run:
 
     async def _follow(self, cluster: Cluster) -> None:
         async with patient.client(cluster.addresses) as client:
-            pairs = zip(ASKED, self.tokens, strict=True)
+            pairs = zip(self._asked, self.tokens, strict=True)
             await asyncio.gather(*(self._ask(client, asked, tokens) for asked, tokens in pairs))
 
     async def _ask(self, client: AsyncClient, asked: Asked, tokens: list[int]) -> None:
@@ -106,11 +115,22 @@ class Run:
         self.attempts += stream.timing.attempts
 
 
-def expected(adapters: Sequence[str]) -> list[list[int]]:
-    """Tokens of an engine in this process, of which each request has the whole batch's blocks."""
+def expected(
+    adapters: Sequence[str], asked: Sequence[Asked] = ASKED, **other: str
+) -> list[list[int]]:
+    """Tokens of an engine in this process, of which each request has the whole batch's blocks.
+
+    ``other`` has adapters that take the place of those of the requests.
+    """
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     jobs = [
-        Job(tokenizer.encode(it.prompt).ids, MAX_TOKENS, it.sampling, it.adapter) for it in ASKED
+        Job(
+            tokenizer.encode(it.prompt).ids,
+            MAX_TOKENS,
+            it.sampling,
+            other.get(it.adapter, it.adapter),
+        )
+        for it in asked
     ]
     engine = TorchEngine(DEMO_MODEL, 2000, adapters=tuple(adapters))
     engine._eos = frozenset()
@@ -140,3 +160,61 @@ async def test_killed_processes_keep_adapters_apart(tmp_path: Path) -> None:
         await run.begun()
         await cluster.kill_router(0)
         assert await run.finished() == wanted
+
+
+class Churn:
+    """Loads and unloads of an adapter that no request names, until ``end``."""
+
+    def __init__(self, addresses: Sequence[str], directories: Sequence[Path]) -> None:
+        self.loads = 0
+        self._task = asyncio.create_task(self._run(addresses, directories))
+
+    async def _run(self, addresses: Sequence[str], directories: Sequence[Path]) -> None:
+        async with patient.client(addresses) as client:
+            while True:
+                with suppress(NoWorker, UnknownWorker):
+                    await client.load_adapter("x", str(directories[self.loads % 2]))
+                    self.loads += 1
+                    if self.loads % 3 == 0:
+                        await client.unload_adapter("x")
+                await asyncio.sleep(0.2)
+
+    async def end(self) -> None:
+        assert not self._task.done() and self.loads > 3
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+async def test_loads_and_kills_keep_versions_apart(tmp_path: Path) -> None:
+    """Two slots a worker for five versions, of which one replaces another in the middle."""
+    directories = {
+        name: write_adapter(tmp_path / name, DEMO_MODEL, seed=rank, rank=rank)
+        for rank, name in enumerate(("a", "b", "c", "d", "e", "f"), 7)
+    }
+    texts = [f"{name}={directory}" for name, directory in directories.items()]
+    threads = torch.get_num_threads()
+    wanted = expected(texts, ASKED_OF_LOADED)
+    newer = expected(texts, ASKED_OF_LOADED, d="e")
+    torch.set_num_threads(threads)
+    settings = {"max_loaded_adapters": 2, "adapter_dir": str(tmp_path)}
+    async with running(config(tmp_path, (), **settings)) as cluster:
+        async with patient.client(cluster.addresses) as client:
+            for name in LOADED[1:]:
+                await client.load_adapter(name, str(directories[name]))
+            churn = Churn(cluster.addresses, [directories["e"], directories["f"]])
+            for kill in range(KILLS):
+                run = Run(cluster, ASKED_OF_LOADED)
+                await run.begun()
+                begun = [len(tokens) > 0 for tokens in run.tokens]
+                await client.load_adapter("d", str(directories["e"]))
+                await cluster.kill_worker(kill % 2)
+                for got, old, new, has_begun in zip(
+                    await run.finished(), wanted, newer, begun, strict=True
+                ):
+                    assert got == old or (got == new and not has_begun)
+                assert run.attempts > len(ASKED_OF_LOADED)
+                await cluster.restart_worker(kill % 2)
+                again = Run(cluster, ASKED_OF_LOADED)
+                assert await again.finished() == newer
+                await client.load_adapter("d", str(directories["d"]))
+            await churn.end()

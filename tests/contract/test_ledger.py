@@ -19,6 +19,7 @@ from everlift.errors import (
 )
 from everlift.messages import FinishReason
 from everlift.v1 import session_pb2
+from router.leader.adapter_catalogue import AdapterEntry, catalogue_of, setting_of
 from router.ledger.base import (
     MAX_PAGE_SIZE,
     ClusterPolicy,
@@ -1892,6 +1893,20 @@ async def test_policy_is_set_and_cleared_by_key(ledger: Ledger) -> None:
     last = await ledger.set_policy({"starvation": ""})
     assert last == ClusterPolicy({}, last.version) == await ledger.policy()
     assert 0 < first.version < second.version < third.version < last.version
+
+
+async def test_policy_keeps_adapters_apart_from_settings(ledger: Ledger) -> None:
+    """Names with a space and texts of JSON, as the catalogue of adapters has them."""
+    entry = AdapterEntry("org/model", "sql=/adapters/ä b", "0" * 64)
+    name = setting_of("org/sql:v1")
+    await ledger.set_policy({"order": "deadline"})
+    stored = await ledger.set_policy({name: entry.to_text()})
+    assert stored == await ledger.policy()
+    assert catalogue_of(stored.values) == {"org/sql:v1": entry}
+    assert (await ledger.heartbeat("gateway", "here:1", LEASE_S)).policy_version == stored.version
+    removed = await ledger.set_policy({name: ""})
+    assert removed.values == {"order": "deadline"} and removed.version > stored.version
+    assert await ledger.restore_policy(stored) == removed
 
 
 async def test_heartbeat_returns_policy_version(ledger: Ledger) -> None:

@@ -114,6 +114,9 @@ CALLS: dict[str, tuple[Message, ...]] = {
         admin_pb2.SetPolicyRequest(engine_policy="slai", queue_ttl=1.5, refuse_late=True),
     ),
     f"{ADMIN}Capacity": (admin_pb2.CapacityRequest(),),
+    f"{ADMIN}LoadAdapter": (admin_pb2.LoadAdapterRequest(name="sql", source="/adapters/sql"),),
+    f"{ADMIN}UnloadAdapter": (admin_pb2.UnloadAdapterRequest(name="sql"),),
+    f"{ADMIN}ListAdapters": (admin_pb2.ListAdaptersRequest(),),
     f"{_CHAOS}Inject": (
         chaos_pb2.Fault(kind=chaos_pb2.FAULT_KIND_KILL, target="leader"),
         chaos_pb2.Fault(kind=chaos_pb2.FAULT_KIND_PAUSE, target="abc", seconds=2.5, rank=1),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 from everlift.engine_policy import EnginePolicy
+from worker.engine.adapter_slots import AdapterSlots
 from worker.engine.blocks import ChunkChanges
 from worker.engine.images import ImageProcessor
 from worker.engine.limits import Limits
@@ -23,9 +24,9 @@ class EngineBroken(Exception):
 class EngineAdapter(Protocol):
     """Engine as the loop drives it: one step at a time, in one thread.
 
-    Everlift's ``Engine`` and ``VllmEngine`` implement it. Orders (``set_policy``, ``add`` and
-    ``abort``) come between steps. A sequence may have output when it is added: its tokens then
-    continue as if the sequence had never been interrupted.
+    Everlift's ``Engine`` and ``VllmEngine`` implement it. Orders (``set_policy``, ``add``,
+    ``abort`` and those to ``adapter_slots``) come between steps. A sequence may have output when it
+    is added: its tokens then continue as if the sequence had never been interrupted.
     """
 
     #: set by the loop on rank 0; the engine records in it what each step computes
@@ -39,6 +40,11 @@ class EngineAdapter(Protocol):
     @property
     def image_processor(self) -> ImageProcessor | None:
         """Return the processor of images, whose results ``add`` expects; None without images."""
+        ...
+
+    @property
+    def adapter_slots(self) -> AdapterSlots | None:
+        """Return the slots for LoRA adapters; None if the engine cannot load any at run time."""
         ...
 
     @property

@@ -75,6 +75,7 @@ class Engine:
         assert launch is None or limits.can_launch_ahead, "no step can be planned ahead"
         self.limits = limits
         self.image_processor = None
+        self.adapter_slots = runner.adapter_slots
         self._launch = launch
         #: the launched step that is not committed yet
         self._in_flight: tuple[InFlightStep, LaunchedStep] | None = None

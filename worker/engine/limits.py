@@ -52,7 +52,9 @@ class Limits:
     ``watermark_blocks`` is the number of blocks that must stay free when a sequence is admitted
     while others are in the batch. All sessions together retain at most ``max_retained_blocks`` free
     blocks, and each session for ``session_retention_s`` seconds. ``adapters`` has the digests of
-    the LoRA adapters that the engine serves, by name. A request may have ``max_images`` images.
+    the LoRA adapters that the engine was started with, by name, and it has up to
+    ``num_adapter_slots`` adapters in memory (0: it serves just those). A request may
+    have ``max_images`` images.
     """
 
     num_blocks: int
@@ -68,6 +70,7 @@ class Limits:
     session_retention_s: float = 0.0
     max_retained_blocks: int = 0
     adapters: Mapping[str, str] = field(default_factory=dict)
+    num_adapter_slots: int = 0
     max_images: int = 0
 
     @property
@@ -100,6 +103,7 @@ class Limits:
             session_retention_s=config.session_retention_s,
             max_retained_blocks=int(config.session_share * runner.num_blocks),
             adapters=runner.adapters,
+            num_adapter_slots=config.num_adapter_slots,
         )
 
 

@@ -80,7 +80,8 @@ class SequenceUpdate(NamedTuple):
     ``residence`` is the last preemption or resumption, or None. ``preemptions`` and
     ``recomputed_tokens`` count since the last outcome. ``waited_s`` is the time in seconds from the
     sequence's arrival at this worker to its first step; it is reported once and otherwise None.
-    ``cached_tokens``, the number of tokens found in the prefix cache, is reported together with it.
+    ``cached_tokens``, the number of tokens found in the prefix cache, is reported together with it,
+    and so is ``adapter_s``, the part of the wait in which its adapter was not loaded.
     """
 
     residence: Residence | None = None
@@ -88,6 +89,7 @@ class SequenceUpdate(NamedTuple):
     recomputed_tokens: int = 0
     waited_s: float | None = None
     cached_tokens: int = 0
+    adapter_s: float = 0.0
 
 
 NO_UPDATE = SequenceUpdate()

@@ -23,6 +23,7 @@ from everlift.errors import EverliftError
 from everlift.hashes import BLOCK_SIZE
 from everlift.sampling import SamplingParams, TokenLogprobs
 from worker.device.device_kind import DeviceKind
+from worker.engine.adapter_slots import AdapterSlots
 from worker.engine.limits import blocks_for
 
 Ints = NDArray[np.int64]
@@ -37,8 +38,8 @@ class Admission:
     """Sequence that occupies batch slot ``slot`` from this step on, in place of any other.
 
     ``tokens`` are its prompt, of ``num_prompt`` tokens, and its output so far. ``choice`` is the
-    index of the choice within its request. ``adapter`` is the name of the LoRA adapter with which
-    it is computed (empty: none). ``grammar`` is the compiled ``sampling.grammar`` on rank
+    index of the choice within its request. ``adapter`` is the digest of the LoRA adapter with
+    which it is computed (empty: none). ``grammar`` is the compiled ``sampling.grammar`` on rank
     0; it is None on other ranks, which sample nothing, and if there is no grammar.
     """
 
@@ -369,7 +370,12 @@ class Runner(Protocol):
 
     @property
     def adapters(self) -> Mapping[str, str]:
-        """Digests of the files of the LoRA adapters that admissions may name, by name."""
+        """Digests of the files of the LoRA adapters of the setting ``adapters``, by name."""
+        ...
+
+    @property
+    def adapter_slots(self) -> AdapterSlots | None:
+        """Slots for LoRA adapters, whose digests admissions may name; None if there are none."""
         ...
 
     def unready_slots(self) -> frozenset[int]:

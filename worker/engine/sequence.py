@@ -49,7 +49,8 @@ class Sequence:
     admitted earlier and preempted later. Only sequences with the same ``salt`` can share KV blocks,
     because the salt is part of the hash of every block. When the sequence is finished, the session
     with the number ``session`` retains its blocks (0: none). ``adapter`` is the name of the LoRA
-    adapter with which it is computed (empty: none).
+    adapter with which it is computed (empty: none), ``adapter_digest`` the digest of its files, and
+    ``adapter_source`` where they lie (``AdapterSource``; empty: unknown).
 
     ``tokens`` has one placeholder for each of ``images``. The engine computes ``num_image_tokens``
     additional tokens in their place, which the numbers of this class leave out.
@@ -66,6 +67,8 @@ class Sequence:
     priority: int = 0
     session: int = 0
     adapter: str = ""
+    adapter_digest: str = ""
+    adapter_source: str = ""
     images: tuple[Image, ...] = ()
     #: set before the engine receives a sequence with images
     processed_images: ProcessedImages | None = None
@@ -91,6 +94,8 @@ class Sequence:
     is_preempted: bool = False
     #: time of arrival at this worker, in seconds on the clock of ``Engine.step``
     arrived_at: float = 0.0
+    #: seconds after its arrival at which its adapter was loaded; 0: it was loaded before
+    adapter_s: float = 0.0
     #: whether the router must confirm the first step at this worker before it runs
     confirms_first_step: bool = False
     #: time breakdown up to when it last left the batch; None if it never did, or none is kept
@@ -131,6 +136,8 @@ class Sequence:
             priority=start.priority,
             session=start.session,
             adapter=start.adapter,
+            adapter_digest=start.adapter_digest or limits.adapters.get(start.adapter, ""),
+            adapter_source=start.adapter_source,
             images=images,
             predicted_tokens=start.predicted_tokens,
             confirms_first_step=start.confirm_first_step,
@@ -157,6 +164,8 @@ class Sequence:
             priority=self.priority,
             session=self.session,
             adapter=self.adapter,
+            adapter_digest=self.adapter_digest,
+            adapter_source=self.adapter_source,
             predicted_tokens=self.predicted_tokens,
             images=[session_pb2.Image(digest=it.digest, data=it.data) for it in self.images],
         )
@@ -337,7 +346,7 @@ class Sequence:
         else:
             waited_s = max(0.0, now - self.arrived_at)
             self.pending_update = self.pending_update._replace(
-                waited_s=waited_s, cached_tokens=self.num_computed
+                waited_s=waited_s, cached_tokens=self.num_computed, adapter_s=self.adapter_s
             )
 
     def mark_preempted(self) -> None:
@@ -391,7 +400,7 @@ class Sequence:
             stop_token_ids=self.stop_token_ids,
             choice=self.key.choice,
             grammar=self.grammar,
-            adapter=self.adapter,
+            adapter=self.adapter_digest,
         )
 
     def row(self, count: int, drafts: tuple[int, ...] = ()) -> Row:

@@ -9,32 +9,62 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from worker.model.adapters import Adapter, BadAdapter, adapted_linears, read_adapters
+from worker.engine.adapter_slots import first_digests
+from worker.model.adapters import (
+    Adapter,
+    BadAdapter,
+    adapted_linears,
+    digest_of,
+    read_adapters,
+)
 from worker.model.checkpoint import StoredTensor
 from worker.model.decoder import Decoder
 from worker.model.filling import read_exactly
 from worker.model.layers import Placement
-from worker.model.lora import LowRank
+from worker.model.lora import LowRank, PackedParts
 from worker.model.spec import ModelSpec
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def load_adapters(
-    decoder: Decoder, spec: ModelSpec, texts: Sequence[str], model: Path, place: Placement
+    decoder: Decoder,
+    spec: ModelSpec,
+    texts: Sequence[str],
+    model: Path,
+    place: Placement,
+    num_slots: int,
 ) -> list[Adapter]:
-    """Load the adapters of the setting ``adapters`` into a decoder whose layers are not packed yet.
+    """Give a decoder ``num_slots`` slots, and load adapters of the setting ``adapters`` into them.
 
-    Return them in the order of their numbers. A collective: all ranks must call it. Raises
-    ModelUnavailable if files are missing, and BadAdapter if they are invalid, do not fit the model,
-    or differ from those of rank 0.
+    Return all of them; the first ones fill the slots in their order. The layers must not be packed
+    yet. A collective: all ranks must call it. Raises ModelUnavailable if files are missing, and
+    BadAdapter if they are invalid, do not fit the model, or differ from those of rank 0.
     """
-    if not texts:
+    if not num_slots:
         return []
     adapters = read_adapters(texts, model)
     _check_equal(adapters, place)
-    decoder.add_adapters([_matrices(adapter, spec) for adapter in adapters])
+    decoder.add_adapter_slots(num_slots)
+    by_digest = {adapter.digest: adapter for adapter in adapters}
+    first = first_digests({adapter.name: adapter.digest for adapter in adapters}, num_slots)
+    for number, digest in enumerate(first, 1):
+        decoder.place_adapter(number, packed_adapter(decoder, spec, by_digest[digest]))
+    for digest in by_digest.keys() - first:
+        adapted_linears(by_digest[digest], spec)
     return adapters
+
+
+def packed_adapter(decoder: Decoder, spec: ModelSpec, adapter: Adapter) -> list[PackedParts]:
+    """Read an adapter's matrices; return this rank's share of them for ``Decoder.place_adapter``.
+
+    May run in any thread. Raises BadAdapter if they are invalid, do not fit the model, or have
+    changed since ``adapter`` was read.
+    """
+    packed = decoder.packed_adapter(_matrices(adapter, spec))
+    if digest_of(adapter.directory) != adapter.digest:
+        raise BadAdapter(f"adapter {adapter.name!r}: its files changed while they were read")
+    return packed
 
 
 def _matrices(adapter: Adapter, spec: ModelSpec) -> dict[str, LowRank]:

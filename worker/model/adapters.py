@@ -83,10 +83,11 @@ def read_adapters(texts: Iterable[str], model: Path) -> list[Adapter]:
     Raises ModelUnavailable if files are missing, and BadAdapter if they are invalid or do not fit
     the model.
     """
-    return [_read(source, model) for source in parse_adapters(texts)]
+    return [read_adapter(source, model) for source in parse_adapters(texts)]
 
 
-def _read(source: AdapterSource, model: Path) -> Adapter:
+def read_adapter(source: AdapterSource, model: Path) -> Adapter:
+    """Return the adapter of ``source``, for the model in a directory; see ``read_adapters``."""
     directory = model_files.locate_adapter(source)
     try:
         config = _config(directory / ADAPTER_CONFIG)
@@ -95,7 +96,7 @@ def _read(source: AdapterSource, model: Path) -> Adapter:
         _check_base(tensors, _config(model / "config.json"))
     except (BadCheckpoint, BadAdapter) as error:
         raise BadAdapter(f"adapter {source.name!r}: {error}") from None
-    return Adapter(source.name, directory, rank, _digest(directory))
+    return Adapter(source.name, directory, rank, digest_of(directory))
 
 
 def adapted_linears(adapter: Adapter, spec: ModelSpec) -> dict[str, AdaptedLinear]:
@@ -263,7 +264,8 @@ def _check_base(tensors: list[StoredTensor], model: dict[str, Any]) -> None:
             )
 
 
-def _digest(directory: Path) -> str:
+def digest_of(directory: Path) -> str:
+    """Return the digest of the files of the adapter in ``directory``."""
     digest = hashlib.sha256()
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         with (directory / name).open("rb") as file:

@@ -37,7 +37,7 @@ from worker.model.layers import (
     VocabTable,
     column_parts,
 )
-from worker.model.lora import StepAdapters
+from worker.model.lora import PackedParts, StepAdapters
 from worker.model.matrix import Packing
 from worker.model.mixture import Mixture
 from worker.model.mlp import Mlp
@@ -371,8 +371,8 @@ class Decoder:
 
         With ``sites`` [n], ascending indices of tokens, only the hidden states [n, hidden] of these
         tokens are returned. The final norm is not applied yet; ``logits`` applies it. ``adapters``
-        [T] has the number of each token's LoRA adapter (see ``add_adapters``), and 0 for the model
-        itself; None: no token has one. A collective: all ranks must call it.
+        [T] has the slot of each token's LoRA adapter (see ``add_adapter_slots``), and 0 for the
+        model itself; None: no token has one. A collective: all ranks must call it.
         """
         if adapters is None:
             return self.stack.hidden(tokens, positions, attention, sites)
@@ -402,14 +402,36 @@ class Decoder:
         self.layer_by_layer = replace(self.layer_by_layer, head=self._own_head())
         self.stack = self.layer_by_layer
 
-    def add_adapters(self, adapters: Sequence[Adapter]) -> None:
-        """Add this rank's shares of LoRA adapters; their numbers in ``forward`` count from 1.
+    def add_adapter_slots(self, number: int) -> None:
+        """Add slots for LoRA adapters; their numbers in ``forward`` count from 1.
 
         Must be called once, before a compiled stack is chosen.
         """
+        for linear in self._adapted_linears():
+            linear.add_adapter_slots(number, self._place)
+
+    def packed_adapter(self, adapter: Adapter) -> list[PackedParts]:
+        """Return this rank's share of an adapter for ``place_adapter``. May run in any thread."""
+        return [linear.packed_adapter(adapter) for linear in self._adapted_linears()]
+
+    def place_adapter(self, number: int, packed: Sequence[PackedParts] | None) -> None:
+        """Fill slot ``number``, or empty it if ``packed`` is None; call it between two steps."""
+        linears = [*self._adapted_linears()]
+        for i, linear in enumerate(linears):
+            assert linear.adapters is not None, "there are no slots"
+            linear.adapters.place(number, None if packed is None else packed[i])
+
+    def adapter_bytes(self, rank: int) -> int:
+        """Return the size of this rank's share of an adapter of ``rank`` for all linear layers."""
+        return sum(
+            linear.adapters.num_bytes(rank)
+            for linear in self._adapted_linears()
+            if linear.adapters is not None
+        )
+
+    def _adapted_linears(self) -> Iterator[ColumnLinear | RowLinear]:
         for layer in self.layer_by_layer.layers:
-            for linear in layer.adapted_linears():
-                linear.add_adapters(adapters, self._place)
+            yield from layer.adapted_linears()
 
     def pack(self, packing: Packing) -> None:
         """Convert the weights, which must be filled, to the layout of ``packing``.

@@ -19,7 +19,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from worker.model.lora import LinearAdapters, LowRank, StepAdapters
+from worker.model.lora import LinearAdapters, LowRank, PackedParts, StepAdapters
 from worker.model.matrix import Matrix, Packing
 from worker.model.piece import Piece
 from worker.model.pointwise import TORCH, Pointwise
@@ -132,7 +132,7 @@ class ColumnLinear:
         self.weight = place.linear_weight(blocks, inputs)
         self._inputs = inputs
         self.bias = place.empty(outputs) if bias else None
-        #: matrices of the model's LoRA adapters; None if there are no adapters
+        #: slots for LoRA adapters; None if there are none
         self.adapters: LinearAdapters | None = None
         for _, part, rows in self._rows():
             rows[part.share.num_items :].zero_()
@@ -141,11 +141,14 @@ class ColumnLinear:
         y = self.weight.multiply(x, self.bias)
         return y if adapters is None else _adapted(self.adapters, adapters, x, y)
 
-    def add_adapters(self, adapters: Sequence[Adapter], place: Placement) -> None:
-        """Add this rank's share of LoRA adapters: all of A, and the rows of B of its outputs."""
-        shares = [self._share_of(adapter) for adapter in adapters]
+    def add_adapter_slots(self, number: int, place: Placement) -> None:
         outputs = sum(part.share.width for part in self._parts)
-        self.adapters = LinearAdapters(shares, self._inputs, outputs, place.dtype, place.device)
+        self.adapters = LinearAdapters(number, self._inputs, outputs, place.dtype, place.device)
+
+    def packed_adapter(self, adapter: Adapter) -> PackedParts:
+        """Return this rank's share of an adapter: all of A, and the rows of B of its outputs."""
+        assert self.adapters is not None, "there are no slots"
+        return self.adapters.pack(self._share_of(adapter))
 
     def _share_of(self, adapter: Adapter) -> list[LowRank]:
         shares, first = [], 0
@@ -201,7 +204,7 @@ class RowLinear:
         if self.weight.quantised is None:
             self.weight.plain[:, part.share.num_items :].zero_()
         self.bias = place.empty(outputs) if bias else None
-        #: matrices of the model's LoRA adapters; None if there are no adapters
+        #: slots for LoRA adapters; None if there are none
         self.adapters: LinearAdapters | None = None
 
     def __call__(self, x: Tensor, adapters: StepAdapters | None = None) -> Tensor:
@@ -211,11 +214,14 @@ class RowLinear:
         y = self.weight.multiply(x, self.own_bias)
         return y if adapters is None else _adapted(self.adapters, adapters, x, y)
 
-    def add_adapters(self, adapters: Sequence[Adapter], place: Placement) -> None:
-        """Add this rank's share of LoRA adapters: the columns of A of its inputs, and all of B."""
-        shares = [self._share_of(adapter) for adapter in adapters]
+    def add_adapter_slots(self, number: int, place: Placement) -> None:
         size = self._part.share.width, self._outputs
-        self.adapters = LinearAdapters(shares, *size, place.dtype, place.device)
+        self.adapters = LinearAdapters(number, *size, place.dtype, place.device)
+
+    def packed_adapter(self, adapter: Adapter) -> PackedParts:
+        """Return this rank's share of an adapter: the columns of A of its inputs, and all of B."""
+        assert self.adapters is not None, "there are no slots"
+        return self.adapters.pack(self._share_of(adapter))
 
     def _share_of(self, adapter: Adapter) -> list[LowRank]:
         part = self._part

@@ -82,48 +82,83 @@ class StepAdapters:
         ]
 
 
-class LinearAdapters:
-    """Matrices of all adapters of one linear layer, or of this rank's share of it.
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedParts:
+    """Matrices of one adapter for one linear layer, ready to be placed in a slot.
 
-    ``adapters`` has the matrices of each adapter, which are copied. They have the type ``dtype`` of
-    the layer's inputs and outputs.
+    With compiled code, ``native`` describes them to C++; ``ranks`` and ``panels`` are the sums of
+    their padded ranks and of their panels. ``memory`` keeps alive what ``native`` points to.
+    Without compiled code, ``parts`` has the matrices.
+    """
+
+    parts: Sequence[LowRank] = ()
+    native: _Parts | None = None
+    ranks: int = 0
+    panels: int = 0
+    memory: Sequence[object] = ()
+
+
+_EMPTY = PackedParts()
+
+
+class LinearAdapters:
+    """Slots for the matrices of adapters of one linear layer, or of this rank's share of it.
+
+    There are ``num_slots`` slots, whose numbers count from 1. All are empty at first: an empty slot
+    adds nothing. The matrices have the type ``dtype`` of the layer's inputs and outputs.
     """
 
     def __init__(
         self,
-        adapters: Sequence[Sequence[LowRank]],
+        num_slots: int,
         inputs: int,
         outputs: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._library = lora_library(dtype) if device.type == "cpu" else None
-        self._parts = [
-            [
-                LowRank(
-                    part.a.to(device, dtype), part.b.to(device, dtype), part.scaling, part.first
-                )
-                for part in parts
-            ]
-            for parts in adapters
-        ]
-        #: keeps the memory alive that the structures point to
-        self._packed: list[object] = []
+        self._dtype, self._device = dtype, device
+        self._size = inputs + outputs
+        #: by number; number 0 is the model itself
+        self._slots = [_EMPTY] * (num_slots + 1)
+        self._described = (_Parts * (num_slots + 1))()
         #: structure for C++, valid as long as this object exists; None without compiled code
         self.native: NativeAdapters | None = None
         if self._library is not None:
-            self.native, self._parts = self._packed_adapters(inputs, outputs), []
+            self.native = NativeAdapters(ctypes.addressof(self._described), inputs, outputs, 0, 0)
 
     @property
     def most_ranks(self) -> int:
         """Elements of work space that C++ needs for each token."""
         return 0 if self.native is None else int(self.native.most_ranks)
 
+    def num_bytes(self, rank: int) -> int:
+        """Return the size of an adapter's matrices, if it changes the whole layer with ``rank``."""
+        return rank * self._size * self._dtype.itemsize
+
+    def pack(self, parts: Sequence[LowRank]) -> PackedParts:
+        """Copy the matrices of an adapter into the layout of a slot. May run in any thread."""
+        if self._library is not None:
+            return _packed([_with_type(part, self._dtype) for part in parts])
+        return PackedParts([_with_type(part, self._dtype) for part in parts])
+
+    def place(self, number: int, packed: PackedParts | None) -> None:
+        """Fill slot ``number``, or empty it if ``packed`` is None; call it between two steps."""
+        packed = packed or _EMPTY
+        if self.native is None:
+            moved = [_moved(part, self._device) for part in packed.parts]
+            self._slots[number] = PackedParts(moved)
+            return
+        self._described[number] = packed.native or _Parts()
+        self._slots[number] = packed
+        self.native.most_ranks = max(slot.ranks for slot in self._slots)
+        self.native.most_panels = max(slot.panels for slot in self._slots)
+
     def add(self, step: StepAdapters, x: Tensor, y: Tensor) -> Tensor:
         """Add the products of ``x`` [T, inputs] to ``y`` [T, outputs], and return ``y``."""
         if self._library is None:
             for number, rows in step.rows:
-                for part in self._parts[number - 1]:
+                for part in self._slots[number].parts:
                     low = functional.linear(x[rows], part.a) * part.scaling
                     end = part.first + len(part.b)
                     y[rows, part.first : end] += functional.linear(low, part.b)
@@ -142,30 +177,36 @@ class LinearAdapters:
         )
         return y
 
-    def _packed_adapters(self, inputs: int, outputs: int) -> NativeAdapters:
-        # Number 0 is the model itself.
-        adapters = (_Parts * (len(self._parts) + 1))(
-            _Parts(None, 0), *(self._packed_parts(parts) for parts in self._parts)
-        )
-        self._packed.append(adapters)
-        ranks = (sum(map(_padded_ranks, parts)) for parts in self._parts)
-        panels = (sum(-(-len(part.b) // _PANEL) for part in parts) for parts in self._parts)
-        most = max(ranks, default=0), max(panels, default=0)
-        return NativeAdapters(ctypes.addressof(adapters), inputs, outputs, *most)
 
-    def _packed_parts(self, parts: Sequence[LowRank]) -> _Parts:
-        array = (_Part * len(parts))(*map(self._packed_part, parts))
-        self._packed.append(array)
-        return _Parts(ctypes.addressof(array), len(parts))
+def _with_type(part: LowRank, dtype: torch.dtype) -> LowRank:
+    return LowRank(part.a.to(dtype), part.b.to(dtype), part.scaling, part.first)
 
-    def _packed_part(self, part: LowRank) -> _Part:
-        (ranks, inputs), outputs = part.a.shape, len(part.b)
-        padding = 0, -inputs % _PADDED_INPUTS, 0, -ranks % _PADDED_RANKS
-        a = functional.pad(part.a, padding).contiguous()
-        b = functional.pad(part.b, (0, 0, 0, -outputs % _PANEL))
-        b = b.view(-1, _PANEL, ranks).transpose(1, 2).contiguous()
-        self._packed += [a, b]
-        return _Part(a.data_ptr(), b.data_ptr(), ranks, part.first, outputs, part.scaling)
+
+def _moved(part: LowRank, device: torch.device) -> LowRank:
+    return LowRank(part.a.to(device), part.b.to(device), part.scaling, part.first)
+
+
+def _packed(parts: Sequence[LowRank]) -> PackedParts:
+    memory: list[object] = []
+    array = (_Part * len(parts))(*(_packed_part(part, memory) for part in parts))
+    memory.append(array)
+    return PackedParts(
+        native=_Parts(ctypes.addressof(array), len(parts)),
+        ranks=sum(map(_padded_ranks, parts)),
+        panels=sum(-(-len(part.b) // _PANEL) for part in parts),
+        memory=memory,
+    )
+
+
+def _packed_part(part: LowRank, memory: list[object]) -> _Part:
+    """Return the structure of a part, whose packed matrices are added to ``memory``."""
+    (ranks, inputs), outputs = part.a.shape, len(part.b)
+    padding = 0, -inputs % _PADDED_INPUTS, 0, -ranks % _PADDED_RANKS
+    a = functional.pad(part.a, padding).contiguous()
+    b = functional.pad(part.b, (0, 0, 0, -outputs % _PANEL))
+    b = b.view(-1, _PANEL, ranks).transpose(1, 2).contiguous()
+    memory += [a, b]
+    return _Part(a.data_ptr(), b.data_ptr(), ranks, part.first, outputs, part.scaling)
 
 
 def _padded_ranks(part: LowRank) -> int:

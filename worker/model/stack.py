@@ -152,12 +152,13 @@ class CompiledStack:
             for layer in plain.layers
             if isinstance(layer.mlp, Mixture) and layer.mlp.compiled is not None
         ]
-        #: largest number of ranks of a LoRA adapter in a linear layer
-        self._most_ranks = max(
-            linear.adapters.most_ranks if linear.adapters is not None else 0
+        #: slots for LoRA adapters of all linear layers
+        self._adapters = [
+            linear.adapters
             for layer in plain.layers
             for linear in layer.adapted_linears()
-        )
+            if linear.adapters is not None
+        ]
         first = layers[0]
         #: elements per token of each field of _Space but the last
         self._widths = (
@@ -190,7 +191,7 @@ class CompiledStack:
             return self._plain.hidden(tokens, positions, attention, sites, adapters)
         number, num_sites = len(tokens), len(tokens if sites is None else sites)
         hidden = torch.empty(number, self._stack.width, dtype=self._dtype)
-        low_rank = torch.empty(0 if adapters is None else number * self._most_ranks)
+        low_rank = torch.empty(0 if adapters is None else number * self._most_ranks())
         described = _Tokens(
             _ints(tokens),
             _ints(positions),
@@ -215,6 +216,9 @@ class CompiledStack:
             failure, self._failure = self._failure, None
             raise failure
         return hidden[:num_sites]
+
+    def _most_ranks(self) -> int:
+        return max(adapters.most_ranks for adapters in self._adapters)
 
     def _sum_over_ranks(self, address: int, number: int) -> None:
         if self._failure is not None:

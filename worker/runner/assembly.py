@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -20,6 +19,7 @@ from worker.model.layers import Placement
 from worker.parallel.stand_in import StandIn
 from worker.runner.decode_buckets import decode_buckets
 from worker.runner.decode_graphs import CudaGraphs, DecodeGraphs, DecodingBackend
+from worker.runner.decoder_adapters import DecoderAdapters
 from worker.runner.host_cache import HostCache
 from worker.runner.prompt_scores import SCORED_AT_ONCE
 from worker.runner.runner import Model, TorchRunner
@@ -34,8 +34,7 @@ class LoadedModel:
     """Loaded model of a rank.
 
     ``kv_shape`` is (layers, KV heads, head dimension): the shape of one token's keys, and also of
-    its values, on this rank. ``adapters`` has the digests of its LoRA adapters by name, in the
-    order of their numbers.
+    its values, on this rank. ``adapters`` are its LoRA adapters, None if it has no slots for any.
     """
 
     model: Model
@@ -43,7 +42,7 @@ class LoadedModel:
     max_model_len: int
     kv_shape: KvShape
     parameter_bytes: int
-    adapters: Mapping[str, str] = field(default_factory=dict)
+    adapters: DecoderAdapters | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from worker.native import native
 from worker.parallel.group import Group
 from worker.runner.assembly import Assembly, LoadedModel
 from worker.runner.decode_buckets import decode_buckets
+from worker.runner.decoder_adapters import DecoderAdapters
 from worker.runner.kv_blocks import configured_blocks, kv_blocks
 from worker.runner.runner import TorchRunner
 from worker.runner.swap import build_host_cache
@@ -179,19 +180,24 @@ def _load(config: WorkerConfig, directory: Path, place: Placement) -> LoadedMode
     spec = weights.with_stored_scales(spec, directory, config.reads_weights)
     stored = weights_dtype(config, directory, place.dtype, place.device)
     packed = quantised_dtype(config, place.dtype, place.device) or stored
-    has_adapters = bool(config.adapters)
+    num_slots = config.num_adapter_slots
+    has_adapters = num_slots > 0
     precompile(spec.head_dim, place.dtype, packed, place.device, codes, has_adapters)
     pointwise = choose_pointwise(place.dtype, place.device)
     place = replace(place, weights=stored, pointwise=pointwise)
     decoder = Decoder(spec, max_model_len, place)
     parameter_bytes = _fill(decoder, directory, config, place.group.rank)
-    adapters = load_adapters(decoder, spec, config.adapters, directory, place)
+    adapters = load_adapters(decoder, spec, config.adapters, directory, place, num_slots)
     if place.device.type == "cpu":
         optimize_for_cpu(decoder, spec, place.dtype, packed)
     else:
         optimize_for_gpu(decoder, place.device)
-    digests = {adapter.name: adapter.digest for adapter in adapters}
-    return LoadedModel(decoder, spec.vocab_size, max_model_len, kv_shape, parameter_bytes, digests)
+    loaded = (
+        DecoderAdapters(decoder, spec, directory, place.group, adapters, num_slots)
+        if num_slots
+        else None
+    )
+    return LoadedModel(decoder, spec.vocab_size, max_model_len, kv_shape, parameter_bytes, loaded)
 
 
 def check_device(format: WeightFormat, dtype: torch.dtype, device: torch.device) -> None:
@@ -285,7 +291,7 @@ def _kernel_packing(device: torch.device) -> KernelPacking:
 def _load_with_transformers(config: WorkerConfig, directory: Path, place: Placement) -> LoadedModel:
     from worker.model.transformers_loading import load_decoder
 
-    if config.adapters:
+    if config.num_adapter_slots:
         raise UnsupportedModel(NO_ADAPTERS)
     if config.quantization != "none":
         raise UnsupportedModel("quantization int8 is not supported for transformers' modules")

@@ -95,6 +95,10 @@ class FakeRunner:
     def adapters(self) -> Mapping[str, str]:
         return {}
 
+    @property
+    def adapter_slots(self) -> None:
+        return None
+
     def unready_slots(self) -> frozenset[int]:
         return frozenset()
 

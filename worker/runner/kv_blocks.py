@@ -45,7 +45,7 @@ def largest_steps(
     """Return the plans of the two largest steps: one of prompts, and one of decodes with drafts.
 
     Both have one row for each of ``max_num_seqs`` sequences, which have the LoRA adapter
-    ``adapter``. All rows have the same block table, which begins with block 0.
+    with the digest ``adapter``. All rows have the same block table, which begins with block 0.
     """
     num_drafts = min(num_drafts, max_num_batched_tokens // max_num_seqs - 1, max_model_len - 2)
     longest = max_model_len - 1 - num_drafts
@@ -245,13 +245,16 @@ def _profiled(config: WorkerConfig, loaded: LoadedModel, place: Placement) -> Me
 def profile(
     config: WorkerConfig, loaded: LoadedModel, place: Placement, memory: DeviceMemory
 ) -> MemoryUse:
+    adapters = loaded.adapters
     plans = largest_steps(
         config.max_num_seqs,
         config.batched_tokens(kind_of(place.device)),
         loaded.max_model_len,
         config.speculation.num_draft_tokens,
-        next(iter(loaded.adapters), ""),
+        "" if adapters is None else next(iter(adapters.numbers), ""),
     )
     scratch = Assembly.of(config, loaded, place, num_blocks(plans))
     scratch_bytes = scratch.cache.tensor.nbytes
-    return profile_run(memory, scratch.runner(), plans, scratch.capture, scratch_bytes)
+    use = profile_run(memory, scratch.runner(), plans, scratch.capture, scratch_bytes)
+    reserved = 0 if adapters is None else adapters.reserved_bytes(config.max_adapter_rank)
+    return use._replace(step=use.step + reserved)

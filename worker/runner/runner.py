@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -33,6 +32,7 @@ from worker.model.layers import Placement
 from worker.parallel.agreement import from_lines, to_lines
 from worker.parallel.stand_in import Broadcast, Collective, StandIn
 from worker.runner.decode_graphs import DecodeGraphs
+from worker.runner.decoder_adapters import DecoderAdapters
 from worker.runner.host_cache import HostCache
 from worker.runner.prompt_scores import (
     NO_SCORES,
@@ -110,8 +110,7 @@ class TorchRunner:
     part in the remaining collectives, and all ranks abandon the step.
 
     On a GPU, ``last_tokens`` has the last tokens of all slots, and ``graphs`` may have captured
-    decode steps. ``adapters`` has the digests of the model's LoRA adapters by name, in the order of
-    their numbers.
+    decode steps. ``adapters`` are the model's LoRA adapters, None if it has no slots for any.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class TorchRunner:
         last_tokens: LastTokens | None = None,
         graphs: DecodeGraphs | None = None,
         stand_in: StandIn | None = None,
-        adapters: Mapping[str, str] = MappingProxyType({}),
+        adapters: DecoderAdapters | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -142,11 +141,14 @@ class TorchRunner:
         self._graphs = graphs
         self._stand_in = stand_in
         self._slots: dict[int, Admission] = {}
-        self.adapters = adapters
-        self._adapter_numbers = {name: number for number, name in enumerate(adapters, 1)}
+        self.adapter_slots = adapters
         #: slots whose sequences have an adapter, and its number
         self._adapter_of_slot: dict[int, int] = {}
         self._sampler = Sampler(vocab_size, place.device) if place.group.rank == 0 else None
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        return {} if self.adapter_slots is None else self.adapter_slots.configured
 
     @property
     def num_blocks(self) -> int:
@@ -274,7 +276,8 @@ class TorchRunner:
         self._slots[admission.slot] = replace(admission, grammar=None) if has_grammar else admission
         self._adapter_of_slot.pop(admission.slot, None)
         if admission.adapter:
-            self._adapter_of_slot[admission.slot] = self._adapter_numbers[admission.adapter]
+            assert self.adapter_slots is not None
+            self._adapter_of_slot[admission.slot] = self.adapter_slots.numbers[admission.adapter]
 
     def _hidden(self, rows: Rows, parcel: Parcel) -> tuple[Tensor, PromptScores]:
         if self._graphs is not None and self._bucket(rows) is not None:

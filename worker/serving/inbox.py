@@ -1,7 +1,7 @@
 """Orders to the engine, passed from the event loop's thread to the engine's thread.
 
-An order is a sequence to start, an abort, a fault to inject, a new batching policy, a drain or the
-stop. Most come from routers, through their sessions.
+An order is a sequence to start, an abort, an adapter to load, a fault to inject, a new batching
+policy, a drain or the stop. Most come from routers, through their sessions.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from everlift.engine_policy import EnginePolicy
 from everlift.v1 import chaos_pb2
+from worker.engine.adapter_slots import AdapterLoad
 from worker.engine.outcome import Abort
 from worker.engine.sequence import Sequence
 
@@ -30,13 +31,15 @@ class Successor:
 class Orders:
     """Orders that arrived since the engine's last step; false if there are none.
 
-    The engine applies ``policy`` first (None: unchanged), then ``starts``, then ``aborts``. If
+    The engine applies ``policy`` first (None: unchanged), then ``starts``, ``aborts`` and
+    ``adapters``. If
     ``drain``, all remaining sequences are returned to their routers. If ``stop``, the engine ends
     instead of running a step; ``successor`` then tells the other ranks what follows.
     """
 
     starts: list[Sequence] = field(default_factory=list)
     aborts: list[Abort] = field(default_factory=list)
+    adapters: list[AdapterLoad] = field(default_factory=list)
     faults: list[chaos_pb2.Fault] = field(default_factory=list)
     policy: EnginePolicy | None = None
     drain: bool = False
@@ -44,7 +47,7 @@ class Orders:
     successor: Successor | None = None
 
     def __bool__(self) -> bool:
-        has_orders = self.starts or self.aborts or self.faults or self.policy
+        has_orders = self.starts or self.aborts or self.adapters or self.faults or self.policy
         return bool(has_orders or self.drain or self.stop)
 
 
@@ -63,6 +66,11 @@ class Inbox:
     def abort(self, abort: Abort) -> None:
         with self._changed:
             self._orders.aborts.append(abort)
+            self._changed.notify()
+
+    def load_adapter(self, load: AdapterLoad) -> None:
+        with self._changed:
+            self._orders.adapters.append(load)
             self._changed.notify()
 
     def inject(self, fault: chaos_pb2.Fault) -> None:

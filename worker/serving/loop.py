@@ -20,6 +20,7 @@ from typing import Protocol
 from everlift.engine_policy import EnginePolicy, policy_named
 from everlift.v1 import chaos_pb2, session_pb2
 from worker.engine.adapter import EngineAdapter
+from worker.engine.adapter_slots import AdapterLoad, AdapterLoaded
 from worker.engine.blocks import NO_CHANGES, ChunkChanges
 from worker.engine.load import Load, Occupant
 from worker.engine.outcome import Abort, Outcome, SequenceKey, Stop
@@ -34,6 +35,8 @@ from worker.serving.inbox import Inbox, Orders, Successor
 _IDLE_S = 0.5
 #: Minimum time in seconds between two reports of the sequences in the batch slots.
 _OCCUPANTS_S = 0.2
+#: Seconds between two attempts to fill the slot of an adapter that not all ranks have read.
+_FILL_S = 0.01
 #: Maximum seconds that a step waits for routers to confirm the first step of its sequences.
 CONFIRM_S = 0.2
 #: Minimum time in seconds between two reports of the prefill progress of the batch.
@@ -64,6 +67,7 @@ class Report:
     returned to their routers. ``decoding`` is the time breakdown of an average sequence that
     decoded all the time. ``prefilling`` has the progress of prefills, and is empty if that was
     reported recently. ``chunks`` are the changes of the prefix cache since the last report.
+    ``adapters`` are the results of orders to load adapters.
     """
 
     started: tuple[SequenceKey, ...]
@@ -76,6 +80,7 @@ class Report:
     decoding: TimeBreakdown = NO_BREAKDOWN
     prefilling: tuple[Outcome, ...] = ()
     chunks: ChunkChanges = NO_CHANGES
+    adapters: tuple[AdapterLoaded, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +129,7 @@ class LeadingLoop:
         self._busy_s = 0.0
         self._occupants_reported_at = 0.0
         self._prefills_reported_at = 0.0
+        self._filled_at = 0.0
 
     def run(self) -> None:
         """Run iterations until the stop order.
@@ -147,13 +153,24 @@ class LeadingLoop:
         held_slots, now = self._engine.unready_slots(), self._clock()
         returned = [sequence.outcome(Stop.RETURNED) for sequence in leaving]
         breakdowns = [self._breakdowns.breakdown_of(sequence, now) for sequence in leaving]
-        self._write(orders, digest, held_slots, self._fault(orders), now)
+        fills = self._slots_to_fill(now)
+        self._write(orders, digest, held_slots, self._fault(orders), now, fills)
         if orders.stop:
             return False
         _apply(self._engine, orders.policy, orders.starts, orders.aborts)
+        loaded = _load_adapters(self._engine, orders.adapters, fills)
         outcomes, reported = self._step(held_slots, now)
-        self._send_report(orders, [*settled, *returned, *outcomes], [*breakdowns, *reported])
+        outcomes = [*settled, *returned, *outcomes]
+        self._send_report(orders, outcomes, [*breakdowns, *reported], loaded)
         return True
+
+    def _slots_to_fill(self, now: float) -> list[int]:
+        """Return the slots whose adapters this rank has read, at most every ``_FILL_S`` seconds."""
+        slots = self._engine.adapter_slots
+        if slots is None or not slots.is_reading or now < self._filled_at + _FILL_S:
+            return []
+        self._filled_at = now
+        return slots.read_slots()
 
     def _step(
         self, held_slots: Collection[int], started_at: float
@@ -190,6 +207,9 @@ class LeadingLoop:
     def _next_orders(self) -> Orders:
         if self._engine.has_work:
             return self._inbox.wait(timeout_s=0)
+        slots = self._engine.adapter_slots
+        if slots is not None and slots.is_reading:
+            return self._inbox.wait(timeout_s=_FILL_S)
         if orders := self._inbox.wait(timeout_s=_IDLE_S):
             return orders
         self._engine.check_integrity()
@@ -218,6 +238,7 @@ class LeadingLoop:
         held_slots: Iterable[int],
         fault: chaos_pb2.Fault | None,
         now: float,
+        fills: Iterable[int],
     ) -> None:
         if self._log is not None:
             successor = orders.successor or Successor("")
@@ -232,13 +253,19 @@ class LeadingLoop:
                     now=now,
                     settle=orders.drain,
                     engine_policy=orders.policy or "",
+                    adapter_loads=[load.to_proto() for load in orders.adapters],
+                    adapter_fills=fills,
                     next_model=successor.model,
                     rendezvous=successor.rendezvous,
                 )
             )
 
     def _send_report(
-        self, orders: Orders, outcomes: Iterable[Outcome], breakdowns: Iterable[SequenceBreakdown]
+        self,
+        orders: Orders,
+        outcomes: Iterable[Outcome],
+        breakdowns: Iterable[SequenceBreakdown],
+        loaded: tuple[AdapterLoaded, ...],
     ) -> None:
         now, occupants = self._clock(), None
         if now - self._occupants_reported_at >= _OCCUPANTS_S:
@@ -247,7 +274,8 @@ class LeadingLoop:
         load, times = self._engine.load(), self._engine.step_times()
         fields = tuple(outcomes), load, occupants, self._busy_s, times, tuple(breakdowns)
         prefilling, chunks = self._prefilling(now), self._engine.take_chunk_changes()
-        self._report(Report(started, *fields, self._breakdowns.decoding, prefilling, chunks))
+        decoding = self._breakdowns.decoding
+        self._report(Report(started, *fields, decoding, prefilling, chunks, loaded))
 
     def _prefilling(self, now: float) -> tuple[Outcome, ...]:
         if now - self._prefills_reported_at < _PREFILL_S:
@@ -280,6 +308,9 @@ def follow(
         starts = [Sequence.from_start(start, engine.limits) for start in entry.starts]
         policy = policy_named(entry.engine_policy)
         _apply(engine, policy, starts, map(Abort.from_proto, entry.aborts))
+        _load_adapters(
+            engine, map(AdapterLoad.from_proto, entry.adapter_loads), entry.adapter_fills
+        )
         engine.step(frozenset(entry.held_slots), entry.now)
         # Only rank 0 reports the changes of the prefix cache; on this rank they would accumulate.
         engine.take_chunk_changes()
@@ -298,3 +329,18 @@ def _apply(
         engine.add(sequence)
     for abort in aborts:
         engine.abort(abort)
+
+
+def _load_adapters(
+    engine: EngineAdapter, loads: Iterable[AdapterLoad], fills: Iterable[int]
+) -> tuple[AdapterLoaded, ...]:
+    """Begin to read the adapters of ``loads``; fill slots, and return the results."""
+    slots, loaded = engine.adapter_slots, []
+    for slot in fills:
+        assert slots is not None
+        if (result := slots.fill(slot)) is not None:
+            loaded.append(result)
+    for load in loads:
+        assert slots is not None, "the engine has no slots for adapters"
+        slots.read(load)
+    return tuple(loaded)

@@ -41,6 +41,7 @@ class Outbox:
         self._host_chunks: dict[int, bool] = {}
         self._occupants: tuple[Occupant, ...] = ()
         self._breakdowns: dict[SequenceKey, TimeBreakdown] = {}
+        self._adapters: session_pb2.LoadedAdapters | None = None
         #: starts whose omitted prefix the worker lacks
         self._incomplete: set[SequenceKey] = set()
 
@@ -114,6 +115,10 @@ class Outbox:
         self._incomplete.add(key)
         self.notify()
 
+    def set_adapters(self, adapters: session_pb2.LoadedAdapters) -> None:
+        """Report in the next frame which LoRA adapters are in memory."""
+        self._adapters = adapters
+
     def set_occupants(self, occupants: tuple[Occupant, ...]) -> None:
         """Report ``occupants`` as the sequences in the batch slots in the next frame."""
         self._occupants = occupants
@@ -141,6 +146,9 @@ class Outbox:
         frame.accepted_epochs.extend(self._accepted)
         frame.breakdowns.extend(self._take_breakdowns())
         self._take_chunks(frame)
+        if self._adapters is not None:
+            frame.loaded_adapters.CopyFrom(self._adapters)
+            self._adapters = None
         for epoch, choice in sorted(self._incomplete):
             frame.incomplete_starts.add(epoch=epoch, choice=choice)
         self._incomplete.clear()
@@ -180,3 +188,4 @@ def _merge(progress: session_pb2.Progress, update: SequenceUpdate) -> None:
     progress.recomputed_tokens += update.recomputed_tokens
     if update.waited_s is not None:
         progress.waited_s, progress.cached_tokens = update.waited_s, update.cached_tokens
+        progress.adapter_s = update.adapter_s

@@ -475,6 +475,7 @@ class Rank:
             arithmetic=_arithmetic(config),
             adapters=limits.adapters,
             max_images=limits.max_images,
+            adapter_slots=limits.num_adapter_slots,
             other_models=self._other_models,
             first_model=self._first_model,
         )

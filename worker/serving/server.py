@@ -23,6 +23,7 @@ from everlift.channels import MAX_MESSAGE_BYTES
 from everlift.transport import Transport, internal
 from everlift.v1 import chaos_pb2, session_pb2, session_pb2_grpc
 from worker.config import WorkerConfig
+from worker.serving.adapter_check import check_adapter
 from worker.serving.fault import NetworkPartitions, kill_or_pause
 from worker.serving.loop import FirstSteps, Report
 from worker.serving.sessions import Session, Sessions
@@ -135,6 +136,15 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
             await asyncio.gather(reader, return_exceptions=True)
             self._num_streams -= 1
             self._changed.set()
+
+    async def CheckAdapter(
+        self,
+        request: session_pb2.CheckAdapterRequest,
+        context: grpc.aio.ServicerContext[
+            session_pb2.CheckAdapterRequest, session_pb2.CheckAdapterResponse
+        ],
+    ) -> session_pb2.CheckAdapterResponse:
+        return await check_adapter(self._config, request.source)
 
     async def _read_hello(
         self,

@@ -18,6 +18,7 @@ from everlift.hashes import CHUNK_SIZE, chunk_id
 from everlift.images import Image
 from everlift.sampling import Grammar
 from everlift.v1 import chaos_pb2, session_pb2
+from worker.engine.adapter_slots import AdapterLoad, AdapterLoaded, first_digests
 from worker.engine.blocks import ChunkChanges
 from worker.engine.chunk import NO_PREFIX, Prefix
 from worker.engine.images import ProcessedImages
@@ -27,6 +28,7 @@ from worker.engine.outcome import Abort, Outcome, SequenceKey, Stop
 from worker.engine.sequence import Sequence, num_omitted
 from worker.engine.step_times import NO_TIME
 from worker.engine.time_breakdown import NO_BREAKDOWN
+from worker.serving.adapter_table import AdapterTable, AdapterVersion
 from worker.serving.chunk_store import ChunkStore
 from worker.serving.loop import FirstSteps, Report
 from worker.serving.outbox import Outbox
@@ -41,6 +43,8 @@ class Engine(Protocol):
     def start(self, sequence: Sequence) -> None: ...
 
     def abort(self, abort: Abort) -> None: ...
+
+    def load_adapter(self, load: AdapterLoad) -> None: ...
 
     def inject(self, fault: chaos_pb2.Fault) -> None: ...
 
@@ -150,12 +154,17 @@ class Sessions:
         self._sessions: dict[str, Session] = {}
         self._attempts: dict[int, Attempt] = {}
         self._pending = Pending()
+        loaded = {digest: name for name, digest in limits.adapters.items()}
+        first = first_digests(limits.adapters, limits.num_adapter_slots)
+        self._adapters = AdapterTable(
+            limits.num_adapter_slots, [AdapterVersion(loaded[digest], digest) for digest in first]
+        )
         self._chunks = ChunkStore()
         #: pending sequences whose omitted prefix or images are missing, with their number of output
         #: tokens so far; the router will send their starts again, as a whole
         self._incomplete: dict[SequenceKey, int] = {}
-        #: pending sequences whose grammar is being compiled or whose images are being processed,
-        #: which the engine does not have yet
+        #: pending sequences that the engine does not have yet: their adapter is being loaded, their
+        #: grammar compiled or their images processed
         self._preparing: dict[SequenceKey, Sequence] = {}
         #: sessions that must confirm a first step, by epoch; and the function that is called when
         #: all have done so
@@ -191,6 +200,8 @@ class Sessions:
             dict.fromkeys(map(chunk_id, self._chunks.on_device), True),
             dict.fromkeys(map(chunk_id, self._chunks.on_host), True),
         )
+        if self._limits.num_adapter_slots:
+            session.outbox.set_adapters(self._adapters.to_proto())
         log.info("session opened", router_id=router_id)
         return session
 
@@ -227,6 +238,8 @@ class Sessions:
             self._start(session, start, now)
         for abort in frame.aborts:
             self._abort(session, Abort.from_proto(abort))
+        if frame.preload_adapters or frame.unload_adapters:
+            self._change_adapters(frame)
         for epoch in frame.confirmed_epochs:
             session.missed_confirmation = False
             self._confirm(epoch)
@@ -321,26 +334,94 @@ class Sessions:
         attempt.chunks = attempt.chunks or self._chunks.hold(sequence)
         attempt.images = attempt.images or {image.digest: image for image in sequence.images}
         self._pending.add(key, sequence.num_known, sequence.num_uncached)
-        if (grammar := sequence.sampling.grammar) is not None:
+        if self._has_adapter(sequence):
+            self._prepare(sequence)
+        else:
             self._preparing[key] = sequence
+        return None
+
+    def _prepare(self, sequence: Sequence) -> None:
+        """Start a sequence, whose adapter is loaded, as soon as grammar and images are ready."""
+        if (grammar := sequence.sampling.grammar) is not None:
+            self._preparing[sequence.key] = sequence
             self._grammars.compile(grammar, partial(self._compiled, sequence))
         elif sequence.images:
-            self._preparing[key] = sequence
+            self._preparing[sequence.key] = sequence
             self._process_images(sequence)
         else:
+            self._preparing.pop(sequence.key, None)
             self._engine.start(sequence)
-        return None
+
+    # adapters
 
     def _adapter_problem(self, start: session_pb2.Start) -> str:
         """Return why this worker cannot compute a start with its adapter; empty if it can."""
         adapters = self._limits.adapters
         if not start.adapter:
             return ""
-        if start.adapter not in adapters:
+        digest, configured = start.adapter_digest, adapters.get(start.adapter, "")
+        if self._limits.num_adapter_slots and start.adapter_source and (digest or configured):
+            return ""
+        if not configured:
             return f"this worker does not serve the adapter {start.adapter!r}"
-        if start.adapter_digest not in ("", adapters[start.adapter]):
+        if digest not in ("", configured):
             return f"the files of the adapter {start.adapter!r} differ at this worker"
+        if self._limits.num_adapter_slots and not self._adapters.has(configured):
+            return f"the start has no source of the adapter {start.adapter!r}"
         return ""
+
+    def _has_adapter(self, sequence: Sequence) -> bool:
+        """Count a new sequence as a user of its adapter; return whether that is loaded."""
+        if not (sequence.adapter and self._limits.num_adapter_slots):
+            return True
+        version = AdapterVersion(sequence.adapter, sequence.adapter_digest, sequence.adapter_source)
+        has_adapter = self._adapters.use(sequence.key, version)
+        self._order_loads()
+        return has_adapter
+
+    def _release_adapter(self, key: SequenceKey) -> None:
+        if self._limits.num_adapter_slots:
+            self._adapters.release(key)
+            self._order_loads()
+
+    def _change_adapters(self, frame: session_pb2.RouterFrame) -> None:
+        if not self._limits.num_adapter_slots or self.is_draining:
+            return
+        for digest in frame.unload_adapters:
+            self._adapters.unload(digest)
+        for message in frame.preload_adapters:
+            name = message.source.partition("=")[0]
+            self._adapters.preload(AdapterVersion(name, message.digest, message.source))
+        self._order_loads()
+
+    def _on_adapter_loaded(self, loaded: AdapterLoaded) -> None:
+        source, seconds = loaded.load.source, round(loaded.ended - loaded.began, 3)
+        if loaded.error is None:
+            log.info("adapter loaded", source=source, slot=loaded.load.slot, seconds=seconds)
+        else:
+            log.warning("adapter not loaded", source=source, cause=str(loaded.error))
+        for key in self._adapters.finish(loaded):
+            if (sequence := self._preparing.get(key)) is not None:
+                # Another worker may have the adapter, or be able to read it.
+                self._end_unstarted(sequence, Stop.FAILED, loaded.error)
+        for key in self._adapters.ready:
+            if (sequence := self._preparing.get(key)) is not None:
+                sequence.adapter_s = max(0.0, loaded.ended - sequence.arrived_at)
+        self._order_loads()
+
+    def _order_loads(self) -> None:
+        """Send the orders of the table to the engine, and its changes to the routers."""
+        table = self._adapters
+        ready, table.ready = table.ready, []
+        orders, table.orders = table.orders, []
+        for order in orders:
+            self._engine.load_adapter(order)
+        for key in ready:
+            if (sequence := self._preparing.get(key)) is not None:
+                self._prepare(sequence)
+        adapters = table.to_proto()
+        for session in self._sessions.values():
+            session.outbox.set_adapters(adapters)
 
     def _check_images(self, start: session_pb2.Start) -> None:
         if len(start.images) > self._limits.max_images:
@@ -454,8 +535,11 @@ class Sessions:
         attempt = self._attempts.get(abort.epoch)
         if attempt is None or attempt.session is not session:
             return
-        for choice in abort.choices or tuple(attempt.choices):
-            key = SequenceKey(abort.epoch, choice)
+        removed = [
+            SequenceKey(abort.epoch, choice) for choice in abort.choices or (*attempt.choices,)
+        ]
+        for key in removed:
+            choice = key.choice
             session.outbox.drop(key)
             attempt.choices.discard(choice)
             unstarted = self._incomplete if key in self._incomplete else self._preparing
@@ -466,6 +550,8 @@ class Sessions:
             self._remove(abort.epoch, attempt)
             self._confirm(abort.epoch)
         self._engine.abort(abort)
+        for key in removed:
+            self._release_adapter(key)
 
     # outgoing results
 
@@ -478,6 +564,8 @@ class Sessions:
         self._step_times, self._decoding = report.step_times, report.decoding
         for key in report.started:
             self._pending.discard(key)
+        for loaded in report.adapters:
+            self._on_adapter_loaded(loaded)
         self._report_chunks(report.chunks)
         # Outboxes are looked up first, because forwarding outcomes removes sequences that end.
         breakdowns = [(self._outbox_of(entry.key), entry) for entry in report.breakdowns]
@@ -561,6 +649,7 @@ class Sessions:
         attempt.session.outbox.push(outcome)
         if outcome.stop is None:
             return False
+        self._release_adapter(outcome.key)
         attempt.choices.remove(choice)
         if not attempt.choices:
             self._remove(epoch, attempt)

@@ -86,6 +86,10 @@ class VllmEngine:
         return self._core.image_processor
 
     @property
+    def adapter_slots(self) -> None:
+        return None
+
+    @property
     def has_work(self) -> bool:
         return bool(self._sequences or self._refused)
 

@@ -251,6 +251,20 @@ class Client:
             )
         )
 
+    def load_adapter(
+        self, name: str, source: str, *, model: str = "", timeout_s: float | None = None
+    ) -> admin_pb2.AdapterInfo:
+        """See AsyncClient.load_adapter."""
+        return self._run(self._client.load_adapter(name, source, model=model, timeout_s=timeout_s))
+
+    def unload_adapter(self, name: str, *, timeout_s: float | None = None) -> None:
+        """See AsyncClient.unload_adapter."""
+        self._run(self._client.unload_adapter(name, timeout_s=timeout_s))
+
+    def adapters(self, *, timeout_s: float | None = None) -> admin_pb2.ListAdaptersResponse:
+        """See AsyncClient.adapters."""
+        return self._run(self._client.adapters(timeout_s=timeout_s))
+
     def capacity(self, *, timeout_s: float | None = None) -> admin_pb2.CapacityResponse:
         """See AsyncClient.capacity."""
         return self._run(self._client.capacity(timeout_s=timeout_s))

@@ -421,6 +421,46 @@ class AsyncClient:
             )
         return await self._call(lambda: self._routers.admin().SetPolicy, message, timeout_s)
 
+    async def load_adapter(
+        self, name: str, source: str, *, model: str = "", timeout_s: float | None = None
+    ) -> admin_pb2.AdapterInfo:
+        """Add a LoRA adapter to the cluster, or a new version of one, which later requests use.
+
+        ``source`` is a hub id, or a directory below the setting worker.adapter_dir at the workers.
+        ``model`` is its model; empty: the cluster's first one.
+        Raises InvalidRequest if the name is taken or a worker cannot load the adapter, and
+        Forbidden if the API key does not permit the call.
+
+        >>> (await client.load_adapter("sql", "org/sql-lora")).name
+        'sql'
+        """
+        with sendable():
+            message = admin_pb2.LoadAdapterRequest(name=name, source=source, model=model)
+        answer = await self._call(lambda: self._routers.admin().LoadAdapter, message, timeout_s)
+        return answer.adapter
+
+    async def unload_adapter(self, name: str, *, timeout_s: float | None = None) -> None:
+        """Remove a LoRA adapter that was added with ``load_adapter``.
+
+        Requests that have output continue with it. Raises UnknownModel if there is none, and
+        Forbidden if the API key does not permit the call.
+
+        >>> adapter = await client.load_adapter("sql", "org/sql-lora")
+        >>> await client.unload_adapter(adapter.name)
+        """
+        with sendable():
+            message = admin_pb2.UnloadAdapterRequest(name=name)
+        await self._call(lambda: self._routers.admin().UnloadAdapter, message, timeout_s)
+
+    async def adapters(self, *, timeout_s: float | None = None) -> admin_pb2.ListAdaptersResponse:
+        """Return the LoRA adapters of the cluster.
+
+        >>> [adapter.name for adapter in (await client.adapters()).adapters]
+        []
+        """
+        message = admin_pb2.ListAdaptersRequest()
+        return await self._call(lambda: self._routers.admin().ListAdapters, message, timeout_s)
+
     async def capacity(self, *, timeout_s: float | None = None) -> admin_pb2.CapacityResponse:
         """Return the cluster's capacity, and how much of it is in use.
 

@@ -26,6 +26,7 @@ from everlift.errors import (
     RequestConflict,
     TooManyRequests,
     Unauthenticated,
+    UnknownModel,
     UnknownRequest,
     UnknownWorker,
 )
@@ -118,6 +119,7 @@ class FakeRouter(
         self.policy = admin_pb2.SetPolicyResponse()
         self.policy.CopyFrom(_CONFIGURED)
         self.drained: list[str] = []
+        self.adapters: dict[str, admin_pb2.AdapterInfo] = {}
         self._answer = answer
         self._script = Script(faults)
         self._api_key = api_key
@@ -330,6 +332,28 @@ class FakeRouter(
                 setattr(self.policy, name, value)
             self.policy.overridden.extend(values)
             return self.policy
+
+    async def LoadAdapter(
+        self, request: admin_pb2.LoadAdapterRequest, context: Context
+    ) -> admin_pb2.LoadAdapterResponse:
+        async with self._answering("LoadAdapter", context):
+            adapter = admin_pb2.AdapterInfo(name=request.name, source=request.source)
+            self.adapters[request.name] = adapter
+            return admin_pb2.LoadAdapterResponse(adapter=adapter)
+
+    async def UnloadAdapter(
+        self, request: admin_pb2.UnloadAdapterRequest, context: Context
+    ) -> admin_pb2.UnloadAdapterResponse:
+        async with self._answering("UnloadAdapter", context):
+            if self.adapters.pop(request.name, None) is None:
+                raise UnknownModel(f"no adapter {request.name!r} is loaded", field="name")
+            return admin_pb2.UnloadAdapterResponse()
+
+    async def ListAdapters(
+        self, request: admin_pb2.ListAdaptersRequest, context: Context
+    ) -> admin_pb2.ListAdaptersResponse:
+        async with self._answering("ListAdapters", context):
+            return admin_pb2.ListAdaptersResponse(adapters=self.adapters.values())
 
     async def Capacity(
         self, request: admin_pb2.CapacityRequest, context: Context

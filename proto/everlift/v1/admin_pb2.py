@@ -24,33 +24,47 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65verlift/v1/admin.proto\x12\x0b\x65verlift.v1\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"7\n\rDrainResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\"6\n\x12\x43hangeModelRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"L\n\x13\x43hangeModelResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\r\n\x05model\x18\x03 \x01(\t\"\xe1\x03\n\x10SetPolicyRequest\x12\x12\n\x05order\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x17\n\nmax_queued\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0bundated_due\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x1a\n\rageing_factor\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x17\n\nstarvation\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x18\n\x0b\x63lass_floor\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x17\n\nfair_share\x18\x07 \x01(\x08H\x06\x88\x01\x01\x12\r\n\x05reset\x18\x08 \x03(\t\x12\x16\n\tqueue_ttl\x18\t \x01(\x01H\x07\x88\x01\x01\x12\x18\n\x0brefuse_late\x18\n \x01(\x08H\x08\x88\x01\x01\x12\x18\n\x0btpot_target\x18\x0b \x01(\x01H\t\x88\x01\x01\x12\x1a\n\rengine_policy\x18\x0c \x01(\tH\n\x88\x01\x01\x42\x08\n\x06_orderB\r\n\x0b_max_queuedB\x0e\n\x0c_undated_dueB\x10\n\x0e_ageing_factorB\r\n\x0b_starvationB\x0e\n\x0c_class_floorB\r\n\x0b_fair_shareB\x0c\n\n_queue_ttlB\x0e\n\x0c_refuse_lateB\x0e\n\x0c_tpot_targetB\x10\n\x0e_engine_policy\"\x87\x02\n\x11SetPolicyResponse\x12\r\n\x05order\x18\x01 \x01(\t\x12\x12\n\nmax_queued\x18\x02 \x01(\r\x12\x13\n\x0bundated_due\x18\x03 \x01(\x01\x12\x15\n\rageing_factor\x18\x04 \x01(\x01\x12\x12\n\nstarvation\x18\x05 \x01(\x01\x12\x13\n\x0b\x63lass_floor\x18\x06 \x01(\x01\x12\x12\n\nfair_share\x18\x07 \x01(\x08\x12\x12\n\noverridden\x18\x08 \x03(\t\x12\x11\n\tqueue_ttl\x18\t \x01(\x01\x12\x13\n\x0brefuse_late\x18\n \x01(\x08\x12\x13\n\x0btpot_target\x18\x0b \x01(\x01\x12\x15\n\rengine_policy\x18\x0c \x01(\t\"\x11\n\x0f\x43\x61pacityRequest\"\xf0\x01\n\x10\x43\x61pacityResponse\x12\x0f\n\x07workers\x18\x01 \x01(\r\x12\r\n\x05slots\x18\x02 \x01(\r\x12\x12\n\nslots_used\x18\x03 \x01(\r\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x04\x12\x13\n\x0b\x62locks_used\x18\x05 \x01(\x04\x12\x14\n\x0ctokens_per_s\x18\x06 \x01(\x01\x12\x0e\n\x06queued\x18\x07 \x01(\x04\x12\x15\n\rqueued_tokens\x18\x08 \x01(\x04\x12\x13\n\x06wait_s\x18\t \x01(\x01H\x00\x88\x01\x01\x12&\n\x05kinds\x18\n \x03(\x0b\x32\x17.everlift.v1.WorkerKindB\t\n\x07_wait_s\"\xfc\x01\n\nWorkerKind\x12\x0f\n\x07workers\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x17\n\x0ftensor_parallel\x18\x03 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x07 \x01(\r\x12-\n\tstep_time\x18\x08 \x01(\x0b\x32\x1a.everlift.v1.StepTimeModel\x12\x15\n\rengine_policy\x18\t \x01(\t\x12\r\n\x05model\x18\n \x01(\t\"\x85\x01\n\rStepTimeModel\x12\x12\n\noverhead_s\x18\x01 \x01(\x01\x12\r\n\x05row_s\x18\x02 \x01(\x01\x12\x0f\n\x07token_s\x18\x03 \x01(\x01\x12\x12\n\nkv_token_s\x18\x04 \x01(\x01\x12\x0e\n\x06pair_s\x18\x05 \x01(\x01\x12\x12\n\x05\x65rror\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x08\n\x06_error2\xae\x02\n\x05\x41\x64min\x12>\n\x05\x44rain\x12\x19.everlift.v1.DrainRequest\x1a\x1a.everlift.v1.DrainResponse\x12P\n\x0b\x43hangeModel\x12\x1f.everlift.v1.ChangeModelRequest\x1a .everlift.v1.ChangeModelResponse\x12J\n\tSetPolicy\x12\x1d.everlift.v1.SetPolicyRequest\x1a\x1e.everlift.v1.SetPolicyResponse\x12G\n\x08\x43\x61pacity\x12\x1c.everlift.v1.CapacityRequest\x1a\x1d.everlift.v1.CapacityResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65verlift/v1/admin.proto\x12\x0b\x65verlift.v1\"A\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\"@\n\x13LoadAdapterResponse\x12)\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x18.everlift.v1.AdapterInfo\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse\"\x15\n\x13ListAdaptersRequest\"B\n\x14ListAdaptersResponse\x12*\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x18.everlift.v1.AdapterInfo\"o\n\x0b\x41\x64\x61pterInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x12\n\nconfigured\x18\x04 \x01(\x08\x12\r\n\x05model\x18\x06 \x01(\t\x12\x0f\n\x07workers\x18\x05 \x03(\t\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"7\n\rDrainResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\"6\n\x12\x43hangeModelRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"L\n\x13\x43hangeModelResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\r\n\x05model\x18\x03 \x01(\t\"\xe1\x03\n\x10SetPolicyRequest\x12\x12\n\x05order\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x17\n\nmax_queued\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0bundated_due\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x1a\n\rageing_factor\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x17\n\nstarvation\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x18\n\x0b\x63lass_floor\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x17\n\nfair_share\x18\x07 \x01(\x08H\x06\x88\x01\x01\x12\r\n\x05reset\x18\x08 \x03(\t\x12\x16\n\tqueue_ttl\x18\t \x01(\x01H\x07\x88\x01\x01\x12\x18\n\x0brefuse_late\x18\n \x01(\x08H\x08\x88\x01\x01\x12\x18\n\x0btpot_target\x18\x0b \x01(\x01H\t\x88\x01\x01\x12\x1a\n\rengine_policy\x18\x0c \x01(\tH\n\x88\x01\x01\x42\x08\n\x06_orderB\r\n\x0b_max_queuedB\x0e\n\x0c_undated_dueB\x10\n\x0e_ageing_factorB\r\n\x0b_starvationB\x0e\n\x0c_class_floorB\r\n\x0b_fair_shareB\x0c\n\n_queue_ttlB\x0e\n\x0c_refuse_lateB\x0e\n\x0c_tpot_targetB\x10\n\x0e_engine_policy\"\x87\x02\n\x11SetPolicyResponse\x12\r\n\x05order\x18\x01 \x01(\t\x12\x12\n\nmax_queued\x18\x02 \x01(\r\x12\x13\n\x0bundated_due\x18\x03 \x01(\x01\x12\x15\n\rageing_factor\x18\x04 \x01(\x01\x12\x12\n\nstarvation\x18\x05 \x01(\x01\x12\x13\n\x0b\x63lass_floor\x18\x06 \x01(\x01\x12\x12\n\nfair_share\x18\x07 \x01(\x08\x12\x12\n\noverridden\x18\x08 \x03(\t\x12\x11\n\tqueue_ttl\x18\t \x01(\x01\x12\x13\n\x0brefuse_late\x18\n \x01(\x08\x12\x13\n\x0btpot_target\x18\x0b \x01(\x01\x12\x15\n\rengine_policy\x18\x0c \x01(\t\"\x11\n\x0f\x43\x61pacityRequest\"\xf0\x01\n\x10\x43\x61pacityResponse\x12\x0f\n\x07workers\x18\x01 \x01(\r\x12\r\n\x05slots\x18\x02 \x01(\r\x12\x12\n\nslots_used\x18\x03 \x01(\r\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x04\x12\x13\n\x0b\x62locks_used\x18\x05 \x01(\x04\x12\x14\n\x0ctokens_per_s\x18\x06 \x01(\x01\x12\x0e\n\x06queued\x18\x07 \x01(\x04\x12\x15\n\rqueued_tokens\x18\x08 \x01(\x04\x12\x13\n\x06wait_s\x18\t \x01(\x01H\x00\x88\x01\x01\x12&\n\x05kinds\x18\n \x03(\x0b\x32\x17.everlift.v1.WorkerKindB\t\n\x07_wait_s\"\xfc\x01\n\nWorkerKind\x12\x0f\n\x07workers\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x17\n\x0ftensor_parallel\x18\x03 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x07 \x01(\r\x12-\n\tstep_time\x18\x08 \x01(\x0b\x32\x1a.everlift.v1.StepTimeModel\x12\x15\n\rengine_policy\x18\t \x01(\t\x12\r\n\x05model\x18\n \x01(\t\"\x85\x01\n\rStepTimeModel\x12\x12\n\noverhead_s\x18\x01 \x01(\x01\x12\r\n\x05row_s\x18\x02 \x01(\x01\x12\x0f\n\x07token_s\x18\x03 \x01(\x01\x12\x12\n\nkv_token_s\x18\x04 \x01(\x01\x12\x0e\n\x06pair_s\x18\x05 \x01(\x01\x12\x12\n\x05\x65rror\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x08\n\x06_error2\xad\x04\n\x05\x41\x64min\x12>\n\x05\x44rain\x12\x19.everlift.v1.DrainRequest\x1a\x1a.everlift.v1.DrainResponse\x12P\n\x0b\x43hangeModel\x12\x1f.everlift.v1.ChangeModelRequest\x1a .everlift.v1.ChangeModelResponse\x12J\n\tSetPolicy\x12\x1d.everlift.v1.SetPolicyRequest\x1a\x1e.everlift.v1.SetPolicyResponse\x12G\n\x08\x43\x61pacity\x12\x1c.everlift.v1.CapacityRequest\x1a\x1d.everlift.v1.CapacityResponse\x12P\n\x0bLoadAdapter\x12\x1f.everlift.v1.LoadAdapterRequest\x1a .everlift.v1.LoadAdapterResponse\x12V\n\rUnloadAdapter\x12!.everlift.v1.UnloadAdapterRequest\x1a\".everlift.v1.UnloadAdapterResponse\x12S\n\x0cListAdapters\x12 .everlift.v1.ListAdaptersRequest\x1a!.everlift.v1.ListAdaptersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'everlift.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DRAINREQUEST']._serialized_start=40
-  _globals['_DRAINREQUEST']._serialized_end=73
-  _globals['_DRAINRESPONSE']._serialized_start=75
-  _globals['_DRAINRESPONSE']._serialized_end=130
-  _globals['_CHANGEMODELREQUEST']._serialized_start=132
-  _globals['_CHANGEMODELREQUEST']._serialized_end=186
-  _globals['_CHANGEMODELRESPONSE']._serialized_start=188
-  _globals['_CHANGEMODELRESPONSE']._serialized_end=264
-  _globals['_SETPOLICYREQUEST']._serialized_start=267
-  _globals['_SETPOLICYREQUEST']._serialized_end=748
-  _globals['_SETPOLICYRESPONSE']._serialized_start=751
-  _globals['_SETPOLICYRESPONSE']._serialized_end=1014
-  _globals['_CAPACITYREQUEST']._serialized_start=1016
-  _globals['_CAPACITYREQUEST']._serialized_end=1033
-  _globals['_CAPACITYRESPONSE']._serialized_start=1036
-  _globals['_CAPACITYRESPONSE']._serialized_end=1276
-  _globals['_WORKERKIND']._serialized_start=1279
-  _globals['_WORKERKIND']._serialized_end=1531
-  _globals['_STEPTIMEMODEL']._serialized_start=1534
-  _globals['_STEPTIMEMODEL']._serialized_end=1667
-  _globals['_ADMIN']._serialized_start=1670
-  _globals['_ADMIN']._serialized_end=1972
+  _globals['_LOADADAPTERREQUEST']._serialized_start=40
+  _globals['_LOADADAPTERREQUEST']._serialized_end=105
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=107
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=171
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=173
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=209
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=211
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=234
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=236
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=257
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=259
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=325
+  _globals['_ADAPTERINFO']._serialized_start=327
+  _globals['_ADAPTERINFO']._serialized_end=438
+  _globals['_DRAINREQUEST']._serialized_start=440
+  _globals['_DRAINREQUEST']._serialized_end=473
+  _globals['_DRAINRESPONSE']._serialized_start=475
+  _globals['_DRAINRESPONSE']._serialized_end=530
+  _globals['_CHANGEMODELREQUEST']._serialized_start=532
+  _globals['_CHANGEMODELREQUEST']._serialized_end=586
+  _globals['_CHANGEMODELRESPONSE']._serialized_start=588
+  _globals['_CHANGEMODELRESPONSE']._serialized_end=664
+  _globals['_SETPOLICYREQUEST']._serialized_start=667
+  _globals['_SETPOLICYREQUEST']._serialized_end=1148
+  _globals['_SETPOLICYRESPONSE']._serialized_start=1151
+  _globals['_SETPOLICYRESPONSE']._serialized_end=1414
+  _globals['_CAPACITYREQUEST']._serialized_start=1416
+  _globals['_CAPACITYREQUEST']._serialized_end=1433
+  _globals['_CAPACITYRESPONSE']._serialized_start=1436
+  _globals['_CAPACITYRESPONSE']._serialized_end=1676
+  _globals['_WORKERKIND']._serialized_start=1679
+  _globals['_WORKERKIND']._serialized_end=1931
+  _globals['_STEPTIMEMODEL']._serialized_start=1934
+  _globals['_STEPTIMEMODEL']._serialized_end=2067
+  _globals['_ADMIN']._serialized_start=2070
+  _globals['_ADMIN']._serialized_end=2627
 # @@protoc_insertion_point(module_scope)

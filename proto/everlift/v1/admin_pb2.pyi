@@ -19,6 +19,139 @@ else:
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
+class LoadAdapterRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """name by which clients request the adapter"""
+    source: builtins.str
+    """Directory below worker.adapter_dir at the workers, or hub id with an optional @REVISION."""
+    model: builtins.str
+    """model of the adapter; empty: the cluster's first model"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        source: builtins.str = ...,
+        model: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model", b"model", "name", b"name", "source", b"source"]) -> None: ...
+
+Global___LoadAdapterRequest: typing_extensions.TypeAlias = LoadAdapterRequest
+
+@typing.final
+class LoadAdapterResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: builtins.int
+    @property
+    def adapter(self) -> Global___AdapterInfo: ...
+    def __init__(
+        self,
+        *,
+        adapter: Global___AdapterInfo | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["adapter", b"adapter"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter"]) -> None: ...
+
+Global___LoadAdapterResponse: typing_extensions.TypeAlias = LoadAdapterResponse
+
+@typing.final
+class UnloadAdapterRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name"]) -> None: ...
+
+Global___UnloadAdapterRequest: typing_extensions.TypeAlias = UnloadAdapterRequest
+
+@typing.final
+class UnloadAdapterResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___UnloadAdapterResponse: typing_extensions.TypeAlias = UnloadAdapterResponse
+
+@typing.final
+class ListAdaptersRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ListAdaptersRequest: typing_extensions.TypeAlias = ListAdaptersRequest
+
+@typing.final
+class ListAdaptersResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ADAPTERS_FIELD_NUMBER: builtins.int
+    @property
+    def adapters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___AdapterInfo]:
+        """sorted by name"""
+
+    def __init__(
+        self,
+        *,
+        adapters: collections.abc.Iterable[Global___AdapterInfo] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters"]) -> None: ...
+
+Global___ListAdaptersResponse: typing_extensions.TypeAlias = ListAdaptersResponse
+
+@typing.final
+class AdapterInfo(google.protobuf.message.Message):
+    """LoRA adapter of the cluster."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    CONFIGURED_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    WORKERS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    source: builtins.str
+    """directory, or hub id with its commit"""
+    digest: builtins.str
+    """digest of its files; empty: no worker has announced it yet"""
+    configured: builtins.bool
+    """the adapter is in the setting adapters, and cannot be unloaded"""
+    model: builtins.str
+    """model of the adapter"""
+    @property
+    def workers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """ids of the workers that have this version in memory"""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        source: builtins.str = ...,
+        digest: builtins.str = ...,
+        configured: builtins.bool = ...,
+        model: builtins.str = ...,
+        workers: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["configured", b"configured", "digest", b"digest", "model", b"model", "name", b"name", "source", b"source", "workers", b"workers"]) -> None: ...
+
+Global___AdapterInfo: typing_extensions.TypeAlias = AdapterInfo
+
+@typing.final
 class DrainRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -55,6 +55,21 @@ class AdminStub(object):
                 request_serializer=everlift_dot_v1_dot_admin__pb2.CapacityRequest.SerializeToString,
                 response_deserializer=everlift_dot_v1_dot_admin__pb2.CapacityResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/everlift.v1.Admin/LoadAdapter',
+                request_serializer=everlift_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=everlift_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/everlift.v1.Admin/UnloadAdapter',
+                request_serializer=everlift_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=everlift_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/everlift.v1.Admin/ListAdapters',
+                request_serializer=everlift_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=everlift_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -93,6 +108,28 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Adds a LoRA adapter to the cluster, or a new version of one: requests that arrive later use it.
+        A worker checks its files first. Workers load it now if they have room, else at first use.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Removes a LoRA adapter from the cluster. Requests that have output continue with it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Returns the LoRA adapters of the cluster.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -115,6 +152,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Capacity,
                     request_deserializer=everlift_dot_v1_dot_admin__pb2.CapacityRequest.FromString,
                     response_serializer=everlift_dot_v1_dot_admin__pb2.CapacityResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=everlift_dot_v1_dot_admin__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=everlift_dot_v1_dot_admin__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=everlift_dot_v1_dot_admin__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=everlift_dot_v1_dot_admin__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=everlift_dot_v1_dot_admin__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=everlift_dot_v1_dot_admin__pb2.ListAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -226,6 +278,87 @@ class Admin(object):
             '/everlift.v1.Admin/Capacity',
             everlift_dot_v1_dot_admin__pb2.CapacityRequest.SerializeToString,
             everlift_dot_v1_dot_admin__pb2.CapacityResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/everlift.v1.Admin/LoadAdapter',
+            everlift_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+            everlift_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/everlift.v1.Admin/UnloadAdapter',
+            everlift_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+            everlift_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/everlift.v1.Admin/ListAdapters',
+            everlift_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+            everlift_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

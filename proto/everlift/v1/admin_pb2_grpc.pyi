@@ -89,7 +89,55 @@ _AdminCapacityType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminStub(typing.Generic[_AdminDrainType, _AdminChangeModelType, _AdminSetPolicyType, _AdminCapacityType]):
+_AdminLoadAdapterType = typing_extensions.TypeVar(
+    '_AdminLoadAdapterType',
+    grpc.UnaryUnaryMultiCallable[
+        everlift.v1.admin_pb2.LoadAdapterRequest,
+        everlift.v1.admin_pb2.LoadAdapterResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.admin_pb2.LoadAdapterRequest,
+        everlift.v1.admin_pb2.LoadAdapterResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        everlift.v1.admin_pb2.LoadAdapterRequest,
+        everlift.v1.admin_pb2.LoadAdapterResponse,
+    ],
+)
+
+_AdminUnloadAdapterType = typing_extensions.TypeVar(
+    '_AdminUnloadAdapterType',
+    grpc.UnaryUnaryMultiCallable[
+        everlift.v1.admin_pb2.UnloadAdapterRequest,
+        everlift.v1.admin_pb2.UnloadAdapterResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.admin_pb2.UnloadAdapterRequest,
+        everlift.v1.admin_pb2.UnloadAdapterResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        everlift.v1.admin_pb2.UnloadAdapterRequest,
+        everlift.v1.admin_pb2.UnloadAdapterResponse,
+    ],
+)
+
+_AdminListAdaptersType = typing_extensions.TypeVar(
+    '_AdminListAdaptersType',
+    grpc.UnaryUnaryMultiCallable[
+        everlift.v1.admin_pb2.ListAdaptersRequest,
+        everlift.v1.admin_pb2.ListAdaptersResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.admin_pb2.ListAdaptersRequest,
+        everlift.v1.admin_pb2.ListAdaptersResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        everlift.v1.admin_pb2.ListAdaptersRequest,
+        everlift.v1.admin_pb2.ListAdaptersResponse,
+    ],
+)
+
+class AdminStub(typing.Generic[_AdminDrainType, _AdminChangeModelType, _AdminSetPolicyType, _AdminCapacityType, _AdminLoadAdapterType, _AdminUnloadAdapterType, _AdminListAdaptersType]):
     """Served by every router; changes apply to the whole cluster."""
 
     @typing.overload
@@ -110,6 +158,18 @@ class AdminStub(typing.Generic[_AdminDrainType, _AdminChangeModelType, _AdminSet
             everlift.v1.admin_pb2.CapacityRequest,
             everlift.v1.admin_pb2.CapacityResponse,
         ],
+        grpc.UnaryUnaryMultiCallable[
+            everlift.v1.admin_pb2.LoadAdapterRequest,
+            everlift.v1.admin_pb2.LoadAdapterResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            everlift.v1.admin_pb2.UnloadAdapterRequest,
+            everlift.v1.admin_pb2.UnloadAdapterResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            everlift.v1.admin_pb2.ListAdaptersRequest,
+            everlift.v1.admin_pb2.ListAdaptersResponse,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -129,6 +189,18 @@ class AdminStub(typing.Generic[_AdminDrainType, _AdminChangeModelType, _AdminSet
         grpc.aio.UnaryUnaryMultiCallable[
             everlift.v1.admin_pb2.CapacityRequest,
             everlift.v1.admin_pb2.CapacityResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            everlift.v1.admin_pb2.LoadAdapterRequest,
+            everlift.v1.admin_pb2.LoadAdapterResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            everlift.v1.admin_pb2.UnloadAdapterRequest,
+            everlift.v1.admin_pb2.UnloadAdapterResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            everlift.v1.admin_pb2.ListAdaptersRequest,
+            everlift.v1.admin_pb2.ListAdaptersResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -151,6 +223,17 @@ class AdminStub(typing.Generic[_AdminDrainType, _AdminChangeModelType, _AdminSet
     Capacity: _AdminCapacityType
     """Returns the capacity and the throughput of the cluster, and how much of the capacity is in use."""
 
+    LoadAdapter: _AdminLoadAdapterType
+    """Adds a LoRA adapter to the cluster, or a new version of one: requests that arrive later use it.
+    A worker checks its files first. Workers load it now if they have room, else at first use.
+    """
+
+    UnloadAdapter: _AdminUnloadAdapterType
+    """Removes a LoRA adapter from the cluster. Requests that have output continue with it."""
+
+    ListAdapters: _AdminListAdaptersType
+    """Returns the LoRA adapters of the cluster."""
+
 AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryUnaryMultiCallable[
         everlift.v1.admin_pb2.DrainRequest,
@@ -167,6 +250,18 @@ AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryUnaryMultiCallable[
         everlift.v1.admin_pb2.CapacityRequest,
         everlift.v1.admin_pb2.CapacityResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.admin_pb2.LoadAdapterRequest,
+        everlift.v1.admin_pb2.LoadAdapterResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.admin_pb2.UnloadAdapterRequest,
+        everlift.v1.admin_pb2.UnloadAdapterResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.admin_pb2.ListAdaptersRequest,
+        everlift.v1.admin_pb2.ListAdaptersResponse,
     ],
 ]
 
@@ -211,5 +306,31 @@ class AdminServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[everlift.v1.admin_pb2.CapacityResponse, collections.abc.Awaitable[everlift.v1.admin_pb2.CapacityResponse]]:
         """Returns the capacity and the throughput of the cluster, and how much of the capacity is in use."""
+
+    @abc.abstractmethod
+    def LoadAdapter(
+        self,
+        request: everlift.v1.admin_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[everlift.v1.admin_pb2.LoadAdapterResponse, collections.abc.Awaitable[everlift.v1.admin_pb2.LoadAdapterResponse]]:
+        """Adds a LoRA adapter to the cluster, or a new version of one: requests that arrive later use it.
+        A worker checks its files first. Workers load it now if they have room, else at first use.
+        """
+
+    @abc.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: everlift.v1.admin_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[everlift.v1.admin_pb2.UnloadAdapterResponse, collections.abc.Awaitable[everlift.v1.admin_pb2.UnloadAdapterResponse]]:
+        """Removes a LoRA adapter from the cluster. Requests that have output continue with it."""
+
+    @abc.abstractmethod
+    def ListAdapters(
+        self,
+        request: everlift.v1.admin_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[everlift.v1.admin_pb2.ListAdaptersResponse, collections.abc.Awaitable[everlift.v1.admin_pb2.ListAdaptersResponse]]:
+        """Returns the LoRA adapters of the cluster."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

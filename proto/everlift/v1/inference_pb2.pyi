@@ -1217,6 +1217,7 @@ class ExplainedAttempt(google.protobuf.message.Message):
     PREFILLED_TOKENS_FIELD_NUMBER: builtins.int
     PREFIX_WAIT_FIELD_NUMBER: builtins.int
     EXPECTED_CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    ADAPTER_S_FIELD_NUMBER: builtins.int
     number: builtins.int
     """number of the attempt, from 1"""
     worker_id: builtins.str
@@ -1239,6 +1240,8 @@ class ExplainedAttempt(google.protobuf.message.Message):
     """During the prefill: how many of known_tokens are computed or cached so far."""
     expected_cached_tokens: builtins.int
     """Part of known_tokens that was expected in the worker's KV cache at the dispatch."""
+    adapter_s: builtins.float
+    """Seconds at the worker in which the request waited until its LoRA adapter was loaded."""
     @property
     def neighbours(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Requests of the same tenant that the worker had at the dispatch, as far as the router knew; at
@@ -1285,9 +1288,10 @@ class ExplainedAttempt(google.protobuf.message.Message):
         prefilled_tokens: builtins.int = ...,
         prefix_wait: Global___PrefixWait | None = ...,
         expected_cached_tokens: builtins.int = ...,
+        adapter_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["prefix_wait", b"prefix_wait", "queue", b"queue"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "end", b"end", "expected_cached_tokens", b"expected_cached_tokens", "known_tokens", b"known_tokens", "most_neighbours", b"most_neighbours", "neighbours", b"neighbours", "new_tokens", b"new_tokens", "newcomers", b"newcomers", "number", b"number", "occupants", b"occupants", "preemptions", b"preemptions", "prefilled_tokens", b"prefilled_tokens", "prefix_wait", b"prefix_wait", "queue", b"queue", "recomputed_tokens", b"recomputed_tokens", "steps", b"steps", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter_s", b"adapter_s", "cached_tokens", b"cached_tokens", "end", b"end", "expected_cached_tokens", b"expected_cached_tokens", "known_tokens", b"known_tokens", "most_neighbours", b"most_neighbours", "neighbours", b"neighbours", "new_tokens", b"new_tokens", "newcomers", b"newcomers", "number", b"number", "occupants", b"occupants", "preemptions", b"preemptions", "prefilled_tokens", b"prefilled_tokens", "prefix_wait", b"prefix_wait", "queue", b"queue", "recomputed_tokens", b"recomputed_tokens", "steps", b"steps", "worker_id", b"worker_id"]) -> None: ...
 
 Global___ExplainedAttempt: typing_extensions.TypeAlias = ExplainedAttempt
 
@@ -1674,6 +1678,7 @@ class WorkerStatus(google.protobuf.message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: builtins.int
     ENGINE_POLICY_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
+    LOADED_ADAPTERS_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     address: builtins.str
     pid: builtins.int
@@ -1706,6 +1711,10 @@ class WorkerStatus(google.protobuf.message.Message):
     def running(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RunningSequence]: ...
     @property
     def counters(self) -> Global___EngineCounters: ...
+    @property
+    def loaded_adapters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """names of the LoRA adapters in the worker's memory"""
+
     def __init__(
         self,
         *,
@@ -1730,9 +1739,10 @@ class WorkerStatus(google.protobuf.message.Message):
         max_num_batched_tokens: builtins.int = ...,
         engine_policy: builtins.str = ...,
         model: builtins.str = ...,
+        loaded_adapters: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["counters", b"counters"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "alive", b"alive", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "counters", b"counters", "draining", b"draining", "engine_policy", b"engine_policy", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pid", b"pid", "preemptions", b"preemptions", "running", b"running", "slow", b"slow", "step", b"step", "step_s", b"step_s", "tensor_parallel", b"tensor_parallel", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "alive", b"alive", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "counters", b"counters", "draining", b"draining", "engine_policy", b"engine_policy", "loaded_adapters", b"loaded_adapters", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pid", b"pid", "preemptions", b"preemptions", "running", b"running", "slow", b"slow", "step", b"step", "step_s", b"step_s", "tensor_parallel", b"tensor_parallel", "worker_id", b"worker_id"]) -> None: ...
 
 Global___WorkerStatus: typing_extensions.TypeAlias = WorkerStatus
 

@@ -54,6 +54,7 @@ class StoredRequest(google.protobuf.message.Message):
     ADAPTER_FIELD_NUMBER: builtins.int
     ADAPTER_DIGEST_FIELD_NUMBER: builtins.int
     IMAGE_DIGESTS_FIELD_NUMBER: builtins.int
+    ADAPTER_SOURCE_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     model: builtins.str
     fingerprint: builtins.str
@@ -81,6 +82,8 @@ class StoredRequest(google.protobuf.message.Message):
     """name of the LoRA adapter; empty: the model itself"""
     adapter_digest: builtins.str
     """Digest of the adapter's files at the workers, like fingerprint; empty: unknown yet."""
+    adapter_source: builtins.str
+    """The adapter with the directory or hub id of its files, NAME=LOCATION; empty: unknown."""
     @property
     def prompt_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens of the prompt after its chunks; the ledger stores the chunks separately."""
@@ -137,9 +140,10 @@ class StoredRequest(google.protobuf.message.Message):
         adapter: builtins.str = ...,
         adapter_digest: builtins.str = ...,
         image_digests: collections.abc.Iterable[builtins.bytes] | None = ...,
+        adapter_source: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_deadline", b"_deadline", "_ttft_target_s", b"_ttft_target_s", "deadline", b"deadline", "sampling", b"sampling", "trace", b"trace", "ttft_target_s", b"ttft_target_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_deadline", b"_deadline", "_ttft_target_s", b"_ttft_target_s", "adapter", b"adapter", "adapter_digest", b"adapter_digest", "application", b"application", "attachment", b"attachment", "body_hash", b"body_hash", "clamp_max_tokens", b"clamp_max_tokens", "deadline", b"deadline", "eos_token_ids", b"eos_token_ids", "fairness_id", b"fairness_id", "fingerprint", b"fingerprint", "image_digests", b"image_digests", "include_stop", b"include_stop", "keep_special_tokens", b"keep_special_tokens", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "trace", b"trace", "ttft_target_s", b"ttft_target_s", "turn", b"turn", "x_request_id", b"x_request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_deadline", b"_deadline", "_ttft_target_s", b"_ttft_target_s", "adapter", b"adapter", "adapter_digest", b"adapter_digest", "adapter_source", b"adapter_source", "application", b"application", "attachment", b"attachment", "body_hash", b"body_hash", "clamp_max_tokens", b"clamp_max_tokens", "deadline", b"deadline", "eos_token_ids", b"eos_token_ids", "fairness_id", b"fairness_id", "fingerprint", b"fingerprint", "image_digests", b"image_digests", "include_stop", b"include_stop", "keep_special_tokens", b"keep_special_tokens", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "trace", b"trace", "ttft_target_s", b"ttft_target_s", "turn", b"turn", "x_request_id", b"x_request_id"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_deadline", b"_deadline"]) -> typing.Literal["deadline"] | None: ...
     @typing.overload

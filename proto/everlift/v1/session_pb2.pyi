@@ -79,6 +79,46 @@ RESIDENCE_RESUMED: Residence.ValueType  # 2
 Global___Residence: typing_extensions.TypeAlias = Residence
 
 @typing.final
+class CheckAdapterRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: builtins.int
+    source: builtins.str
+    """as in Start.adapter_source"""
+    def __init__(
+        self,
+        *,
+        source: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["source", b"source"]) -> None: ...
+
+Global___CheckAdapterRequest: typing_extensions.TypeAlias = CheckAdapterRequest
+
+@typing.final
+class CheckAdapterResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    source: builtins.str
+    """source with an absolute directory, or with the commit of a hub id"""
+    digest: builtins.str
+    """digest of the adapter's files"""
+    error: builtins.str
+    """why the worker cannot load the adapter; empty: it can"""
+    def __init__(
+        self,
+        *,
+        source: builtins.str = ...,
+        digest: builtins.str = ...,
+        error: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "error", b"error", "source", b"source"]) -> None: ...
+
+Global___CheckAdapterResponse: typing_extensions.TypeAlias = CheckAdapterResponse
+
+@typing.final
 class RouterHello(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -107,6 +147,8 @@ class RouterFrame(google.protobuf.message.Message):
     FAULT_FIELD_NUMBER: builtins.int
     ENGINE_POLICY_FIELD_NUMBER: builtins.int
     CONFIRMED_EPOCHS_FIELD_NUMBER: builtins.int
+    PRELOAD_ADAPTERS_FIELD_NUMBER: builtins.int
+    UNLOAD_ADAPTERS_FIELD_NUMBER: builtins.int
     NEXT_MODEL_FIELD_NUMBER: builtins.int
     drain: builtins.bool
     """accept no more starts, and return all sequences"""
@@ -130,6 +172,16 @@ class RouterFrame(google.protobuf.message.Message):
     def confirmed_epochs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Epochs for which the router confirms the report of a first step (Start.confirm_first_step)."""
 
+    @property
+    def preload_adapters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___AdapterLoad]:
+        """Adapters to load now, unless the slots of all others are in use.
+        without a slot
+        """
+
+    @property
+    def unload_adapters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """digests of adapters to unload once no sequence uses them"""
+
     def __init__(
         self,
         *,
@@ -140,10 +192,12 @@ class RouterFrame(google.protobuf.message.Message):
         fault: everlift.v1.chaos_pb2.Fault | None = ...,
         engine_policy: Global___EnginePolicy | None = ...,
         confirmed_epochs: collections.abc.Iterable[builtins.int] | None = ...,
+        preload_adapters: collections.abc.Iterable[Global___AdapterLoad] | None = ...,
+        unload_adapters: collections.abc.Iterable[builtins.str] | None = ...,
         next_model: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["engine_policy", b"engine_policy", "fault", b"fault", "hello", b"hello"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "confirmed_epochs", b"confirmed_epochs", "drain", b"drain", "engine_policy", b"engine_policy", "fault", b"fault", "hello", b"hello", "next_model", b"next_model", "starts", b"starts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "confirmed_epochs", b"confirmed_epochs", "drain", b"drain", "engine_policy", b"engine_policy", "fault", b"fault", "hello", b"hello", "next_model", b"next_model", "preload_adapters", b"preload_adapters", "starts", b"starts", "unload_adapters", b"unload_adapters"]) -> None: ...
 
 Global___RouterFrame: typing_extensions.TypeAlias = RouterFrame
 
@@ -201,6 +255,7 @@ class Start(google.protobuf.message.Message):
     ADAPTER_FIELD_NUMBER: builtins.int
     ADAPTER_DIGEST_FIELD_NUMBER: builtins.int
     IMAGES_FIELD_NUMBER: builtins.int
+    ADAPTER_SOURCE_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """identifies the sequence in this session, together with choice"""
     choice: builtins.int
@@ -232,6 +287,10 @@ class Start(google.protobuf.message.Message):
     adapter_digest: builtins.str
     """Digest of the adapter's files, as in WorkerInfo. The worker rejects the Start if its adapter has
     another one. Empty: any.
+    """
+    adapter_source: builtins.str
+    """Name of the adapter with the directory or hub id of its files, NAME=LOCATION, from which a
+    worker loads it at run time.
     """
     @property
     def prompt_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
@@ -279,11 +338,38 @@ class Start(google.protobuf.message.Message):
         adapter: builtins.str = ...,
         adapter_digest: builtins.str = ...,
         images: collections.abc.Iterable[Global___Image] | None = ...,
+        adapter_source: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["omitted_prefix", b"omitted_prefix", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "adapter_digest", b"adapter_digest", "choice", b"choice", "confirm_first_step", b"confirm_first_step", "epoch", b"epoch", "expected_cached_tokens", b"expected_cached_tokens", "images", b"images", "max_tokens", b"max_tokens", "num_computed", b"num_computed", "omitted_prefix", b"omitted_prefix", "output_ids", b"output_ids", "predicted_tokens", b"predicted_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session", b"session", "stop_token_ids", b"stop_token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "adapter_digest", b"adapter_digest", "adapter_source", b"adapter_source", "choice", b"choice", "confirm_first_step", b"confirm_first_step", "epoch", b"epoch", "expected_cached_tokens", b"expected_cached_tokens", "images", b"images", "max_tokens", b"max_tokens", "num_computed", b"num_computed", "omitted_prefix", b"omitted_prefix", "output_ids", b"output_ids", "predicted_tokens", b"predicted_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session", b"session", "stop_token_ids", b"stop_token_ids"]) -> None: ...
 
 Global___Start: typing_extensions.TypeAlias = Start
+
+@typing.final
+class AdapterLoad(google.protobuf.message.Message):
+    """Order to load a LoRA adapter into a slot of the engine, in place of any other."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    slot: builtins.int
+    """counted from 1"""
+    source: builtins.str
+    """as in Start; empty: the slot stays empty"""
+    digest: builtins.str
+    """digest that the files must have"""
+    def __init__(
+        self,
+        *,
+        slot: builtins.int = ...,
+        source: builtins.str = ...,
+        digest: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "slot", b"slot", "source", b"source"]) -> None: ...
+
+Global___AdapterLoad: typing_extensions.TypeAlias = AdapterLoad
 
 @typing.final
 class Image(google.protobuf.message.Message):
@@ -396,6 +482,7 @@ class WorkerInfo(google.protobuf.message.Message):
     ARITHMETIC_FIELD_NUMBER: builtins.int
     ADAPTERS_FIELD_NUMBER: builtins.int
     MAX_IMAGES_FIELD_NUMBER: builtins.int
+    ADAPTER_SLOTS_FIELD_NUMBER: builtins.int
     OTHER_MODELS_FIELD_NUMBER: builtins.int
     FIRST_MODEL_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
@@ -426,6 +513,10 @@ class WorkerInfo(google.protobuf.message.Message):
     """
     max_images: builtins.int
     """maximum number of images of a request; 0: the worker takes no images"""
+    adapter_slots: builtins.int
+    """Number of adapters that the worker has in memory at once; it loads any adapter when a Start
+    names it. 0: the worker serves only those in adapters.
+    """
     first_model: builtins.str
     """model for which the worker was started"""
     @property
@@ -457,12 +548,69 @@ class WorkerInfo(google.protobuf.message.Message):
         arithmetic: builtins.str = ...,
         adapters: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         max_images: builtins.int = ...,
+        adapter_slots: builtins.int = ...,
         other_models: collections.abc.Iterable[builtins.str] | None = ...,
         first_model: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "address", b"address", "arithmetic", b"arithmetic", "block_size", b"block_size", "device", b"device", "fingerprint", b"fingerprint", "first_model", b"first_model", "host_load_s", b"host_load_s", "max_images", b"max_images", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "other_models", b"other_models", "pid", b"pid", "ray_cluster", b"ray_cluster", "tensor_parallel", b"tensor_parallel", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter_slots", b"adapter_slots", "adapters", b"adapters", "address", b"address", "arithmetic", b"arithmetic", "block_size", b"block_size", "device", b"device", "fingerprint", b"fingerprint", "first_model", b"first_model", "host_load_s", b"host_load_s", "max_images", b"max_images", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "other_models", b"other_models", "pid", b"pid", "ray_cluster", b"ray_cluster", "tensor_parallel", b"tensor_parallel", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
 
 Global___WorkerInfo: typing_extensions.TypeAlias = WorkerInfo
+
+@typing.final
+class LoadedAdapters(google.protobuf.message.Message):
+    """LoRA adapters in a worker's memory."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ADAPTERS_FIELD_NUMBER: builtins.int
+    LOAD_S_FIELD_NUMBER: builtins.int
+    LOADS_FIELD_NUMBER: builtins.int
+    UNLOADS_FIELD_NUMBER: builtins.int
+    load_s: builtins.float
+    """mean seconds of a load; 0: none yet"""
+    loads: builtins.int
+    """number of loads at run time since the worker started"""
+    unloads: builtins.int
+    """number of adapters that were removed from memory since the worker started"""
+    @property
+    def adapters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LoadedAdapter]: ...
+    def __init__(
+        self,
+        *,
+        adapters: collections.abc.Iterable[Global___LoadedAdapter] | None = ...,
+        load_s: builtins.float = ...,
+        loads: builtins.int = ...,
+        unloads: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "load_s", b"load_s", "loads", b"loads", "unloads", b"unloads"]) -> None: ...
+
+Global___LoadedAdapters: typing_extensions.TypeAlias = LoadedAdapters
+
+@typing.final
+class LoadedAdapter(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    SEQUENCES_FIELD_NUMBER: builtins.int
+    LOADING_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    digest: builtins.str
+    sequences: builtins.int
+    """number of sequences with this adapter, running or waiting"""
+    loading: builtins.bool
+    """the adapter is still being loaded"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        digest: builtins.str = ...,
+        sequences: builtins.int = ...,
+        loading: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "loading", b"loading", "name", b"name", "sequences", b"sequences"]) -> None: ...
+
+Global___LoadedAdapter: typing_extensions.TypeAlias = LoadedAdapter
 
 @typing.final
 class ClusterLoad(google.protobuf.message.Message):
@@ -954,6 +1102,7 @@ class WorkerFrame(google.protobuf.message.Message):
     STORED_HOST_CHUNKS_FIELD_NUMBER: builtins.int
     EVICTED_HOST_CHUNKS_FIELD_NUMBER: builtins.int
     INCOMPLETE_STARTS_FIELD_NUMBER: builtins.int
+    LOADED_ADAPTERS_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> Global___WorkerInfo: ...
     @property
@@ -1001,6 +1150,10 @@ class WorkerFrame(google.protobuf.message.Message):
         waiting until the router has sent them again, whole, under the same epoch, or aborts them.
         """
 
+    @property
+    def loaded_adapters(self) -> Global___LoadedAdapters:
+        """sent first and after changes; unset: unchanged"""
+
     def __init__(
         self,
         *,
@@ -1015,9 +1168,10 @@ class WorkerFrame(google.protobuf.message.Message):
         stored_host_chunks: collections.abc.Iterable[builtins.int] | None = ...,
         evicted_host_chunks: collections.abc.Iterable[builtins.int] | None = ...,
         incomplete_starts: collections.abc.Iterable[Global___IncompleteStart] | None = ...,
+        loaded_adapters: Global___LoadedAdapters | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["hello", b"hello", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted_epochs", b"accepted_epochs", "breakdowns", b"breakdowns", "evicted_chunks", b"evicted_chunks", "evicted_host_chunks", b"evicted_host_chunks", "hello", b"hello", "incomplete_starts", b"incomplete_starts", "prefilled_epochs", b"prefilled_epochs", "progress", b"progress", "state", b"state", "stored_chunks", b"stored_chunks", "stored_host_chunks", b"stored_host_chunks"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["hello", b"hello", "loaded_adapters", b"loaded_adapters", "state", b"state"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted_epochs", b"accepted_epochs", "breakdowns", b"breakdowns", "evicted_chunks", b"evicted_chunks", "evicted_host_chunks", b"evicted_host_chunks", "hello", b"hello", "incomplete_starts", b"incomplete_starts", "loaded_adapters", b"loaded_adapters", "prefilled_epochs", b"prefilled_epochs", "progress", b"progress", "state", b"state", "stored_chunks", b"stored_chunks", "stored_host_chunks", b"stored_host_chunks"]) -> None: ...
 
 Global___WorkerFrame: typing_extensions.TypeAlias = WorkerFrame
 
@@ -1060,6 +1214,7 @@ class Progress(google.protobuf.message.Message):
     WAITED_S_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     PREFILLED_TOKENS_FIELD_NUMBER: builtins.int
+    ADAPTER_S_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     choice: builtins.int
     offset: builtins.int
@@ -1088,6 +1243,8 @@ class Progress(google.protobuf.message.Message):
     """During the prefill: known tokens that are computed or cached at this worker so far; 0: not
     reported.
     """
+    adapter_s: builtins.float
+    """sent with waited_s: part of it for which the adapter was not loaded"""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -1118,9 +1275,10 @@ class Progress(google.protobuf.message.Message):
         waited_s: builtins.float | None = ...,
         cached_tokens: builtins.int = ...,
         prefilled_tokens: builtins.int = ...,
+        adapter_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_waited_s", b"_waited_s", "waited_s", b"waited_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_waited_s", b"_waited_s", "cached_tokens", b"cached_tokens", "choice", b"choice", "epoch", b"epoch", "error", b"error", "error_slug", b"error_slug", "logprobs", b"logprobs", "num_computed", b"num_computed", "offset", b"offset", "preemptions", b"preemptions", "prefilled_tokens", b"prefilled_tokens", "prompt_logprobs", b"prompt_logprobs", "prompt_offset", b"prompt_offset", "recomputed_tokens", b"recomputed_tokens", "residence", b"residence", "stop", b"stop", "token_ids", b"token_ids", "waited_s", b"waited_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_waited_s", b"_waited_s", "adapter_s", b"adapter_s", "cached_tokens", b"cached_tokens", "choice", b"choice", "epoch", b"epoch", "error", b"error", "error_slug", b"error_slug", "logprobs", b"logprobs", "num_computed", b"num_computed", "offset", b"offset", "preemptions", b"preemptions", "prefilled_tokens", b"prefilled_tokens", "prompt_logprobs", b"prompt_logprobs", "prompt_offset", b"prompt_offset", "recomputed_tokens", b"recomputed_tokens", "residence", b"residence", "stop", b"stop", "token_ids", b"token_ids", "waited_s", b"waited_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_waited_s", b"_waited_s"]) -> typing.Literal["waited_s"] | None: ...
 
 Global___Progress: typing_extensions.TypeAlias = Progress
@@ -1220,7 +1378,7 @@ Global___StepLogHello: typing_extensions.TypeAlias = StepLogHello
 @typing.final
 class StepLog(google.protobuf.message.Message):
     """Actions of rank 0 before and in one step, which every other rank repeats: a change of the policy,
-    then starts, then aborts, then the step.
+    then starts, then aborts, then fills and loads of adapters, then the step.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1234,6 +1392,8 @@ class StepLog(google.protobuf.message.Message):
     NOW_FIELD_NUMBER: builtins.int
     SETTLE_FIELD_NUMBER: builtins.int
     ENGINE_POLICY_FIELD_NUMBER: builtins.int
+    ADAPTER_LOADS_FIELD_NUMBER: builtins.int
+    ADAPTER_FILLS_FIELD_NUMBER: builtins.int
     NEXT_MODEL_FIELD_NUMBER: builtins.int
     RENDEZVOUS_FIELD_NUMBER: builtins.int
     previous_digest: builtins.bytes
@@ -1263,6 +1423,14 @@ class StepLog(google.protobuf.message.Message):
     def fault(self) -> everlift.v1.chaos_pb2.Fault:
         """fault for the rank that it names"""
 
+    @property
+    def adapter_loads(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___AdapterLoad]:
+        """adapters that the ranks begin to read"""
+
+    @property
+    def adapter_fills(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Slots to fill if all ranks have read their adapters; otherwise they are named again later."""
+
     def __init__(
         self,
         *,
@@ -1275,11 +1443,13 @@ class StepLog(google.protobuf.message.Message):
         now: builtins.float = ...,
         settle: builtins.bool = ...,
         engine_policy: builtins.str = ...,
+        adapter_loads: collections.abc.Iterable[Global___AdapterLoad] | None = ...,
+        adapter_fills: collections.abc.Iterable[builtins.int] | None = ...,
         next_model: builtins.str = ...,
         rendezvous: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["fault", b"fault"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "engine_policy", b"engine_policy", "fault", b"fault", "held_slots", b"held_slots", "next_model", b"next_model", "now", b"now", "previous_digest", b"previous_digest", "rendezvous", b"rendezvous", "settle", b"settle", "starts", b"starts", "stop", b"stop"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "adapter_fills", b"adapter_fills", "adapter_loads", b"adapter_loads", "engine_policy", b"engine_policy", "fault", b"fault", "held_slots", b"held_slots", "next_model", b"next_model", "now", b"now", "previous_digest", b"previous_digest", "rendezvous", b"rendezvous", "settle", b"settle", "starts", b"starts", "stop", b"stop"]) -> None: ...
 
 Global___StepLog: typing_extensions.TypeAlias = StepLog
 
@@ -1545,6 +1715,7 @@ class Waiting(google.protobuf.message.Message):
     SESSION_FIELD_NUMBER: builtins.int
     ADAPTER_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
+    ADAPTER_DIGEST_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     arrived: builtins.float
     """Ledger time in seconds. The queue orders by it, and it is kept when the request is queued
@@ -1598,9 +1769,13 @@ class Waiting(google.protobuf.message.Message):
     "TENANT/SESSION_ID"; 0: none.
     """
     adapter: builtins.str
-    """as in Start; only workers that serve the adapter receive the request"""
+    """As in Start; only workers that serve the adapter receive the request, preferably those that
+    have it in memory.
+    """
     model: builtins.str
     """as in WorkerInfo; each model has a queue and workers of its own"""
+    adapter_digest: builtins.str
+    """as in Start"""
     @property
     def chunks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Names of the chunks of the known tokens, as in WorkerFrame, if locality is on."""
@@ -1632,8 +1807,9 @@ class Waiting(google.protobuf.message.Message):
         session: builtins.int = ...,
         adapter: builtins.str = ...,
         model: builtins.str = ...,
+        adapter_digest: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "adapter", b"adapter", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "cached_tokens", b"cached_tokens", "choices", b"choices", "chunks", b"chunks", "deadline", b"deadline", "estimated_wait_s", b"estimated_wait_s", "least_tokens", b"least_tokens", "max_tokens", b"max_tokens", "model", b"model", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_tokens", b"predicted_tokens", "predicted_total", b"predicted_total", "predicted_work_rank", b"predicted_work_rank", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session", b"session", "suspect", b"suspect", "ttft_deadline", b"ttft_deadline"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "adapter", b"adapter", "adapter_digest", b"adapter_digest", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "cached_tokens", b"cached_tokens", "choices", b"choices", "chunks", b"chunks", "deadline", b"deadline", "estimated_wait_s", b"estimated_wait_s", "least_tokens", b"least_tokens", "max_tokens", b"max_tokens", "model", b"model", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_tokens", b"predicted_tokens", "predicted_total", b"predicted_total", "predicted_work_rank", b"predicted_work_rank", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session", b"session", "suspect", b"suspect", "ttft_deadline", b"ttft_deadline"]) -> None: ...
 
 Global___Waiting: typing_extensions.TypeAlias = Waiting
 

@@ -41,6 +41,11 @@ class WorkerSessionStub(object):
                 request_serializer=everlift_dot_v1_dot_session__pb2.RouterFrame.SerializeToString,
                 response_deserializer=everlift_dot_v1_dot_session__pb2.WorkerFrame.FromString,
                 _registered_method=True)
+        self.CheckAdapter = channel.unary_unary(
+                '/everlift.v1.WorkerSession/CheckAdapter',
+                request_serializer=everlift_dot_v1_dot_session__pb2.CheckAdapterRequest.SerializeToString,
+                response_deserializer=everlift_dot_v1_dot_session__pb2.CheckAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerSessionServicer(object):
@@ -56,6 +61,13 @@ class WorkerSessionServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CheckAdapter(self, request, context):
+        """Checks whether the worker can load a LoRA adapter, which it downloads if necessary.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerSessionServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -63,6 +75,11 @@ def add_WorkerSessionServicer_to_server(servicer, server):
                     servicer.Connect,
                     request_deserializer=everlift_dot_v1_dot_session__pb2.RouterFrame.FromString,
                     response_serializer=everlift_dot_v1_dot_session__pb2.WorkerFrame.SerializeToString,
+            ),
+            'CheckAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckAdapter,
+                    request_deserializer=everlift_dot_v1_dot_session__pb2.CheckAdapterRequest.FromString,
+                    response_serializer=everlift_dot_v1_dot_session__pb2.CheckAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -93,6 +110,33 @@ class WorkerSession(object):
             '/everlift.v1.WorkerSession/Connect',
             everlift_dot_v1_dot_session__pb2.RouterFrame.SerializeToString,
             everlift_dot_v1_dot_session__pb2.WorkerFrame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/everlift.v1.WorkerSession/CheckAdapter',
+            everlift_dot_v1_dot_session__pb2.CheckAdapterRequest.SerializeToString,
+            everlift_dot_v1_dot_session__pb2.CheckAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

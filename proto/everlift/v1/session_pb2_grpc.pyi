@@ -42,7 +42,23 @@ _WorkerSessionConnectType = typing_extensions.TypeVar(
     ],
 )
 
-class WorkerSessionStub(typing.Generic[_WorkerSessionConnectType]):
+_WorkerSessionCheckAdapterType = typing_extensions.TypeVar(
+    '_WorkerSessionCheckAdapterType',
+    grpc.UnaryUnaryMultiCallable[
+        everlift.v1.session_pb2.CheckAdapterRequest,
+        everlift.v1.session_pb2.CheckAdapterResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.session_pb2.CheckAdapterRequest,
+        everlift.v1.session_pb2.CheckAdapterResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        everlift.v1.session_pb2.CheckAdapterRequest,
+        everlift.v1.session_pb2.CheckAdapterResponse,
+    ],
+)
+
+class WorkerSessionStub(typing.Generic[_WorkerSessionConnectType, _WorkerSessionCheckAdapterType]):
     """Served by rank 0 of every worker. Every router replica keeps one stream to each worker open."""
 
     @typing.overload
@@ -50,6 +66,10 @@ class WorkerSessionStub(typing.Generic[_WorkerSessionConnectType]):
         grpc.StreamStreamMultiCallable[
             everlift.v1.session_pb2.RouterFrame,
             everlift.v1.session_pb2.WorkerFrame,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            everlift.v1.session_pb2.CheckAdapterRequest,
+            everlift.v1.session_pb2.CheckAdapterResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -59,6 +79,10 @@ class WorkerSessionStub(typing.Generic[_WorkerSessionConnectType]):
             everlift.v1.session_pb2.RouterFrame,
             everlift.v1.session_pb2.WorkerFrame,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            everlift.v1.session_pb2.CheckAdapterRequest,
+            everlift.v1.session_pb2.CheckAdapterResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     Connect: _WorkerSessionConnectType
@@ -67,10 +91,17 @@ class WorkerSessionStub(typing.Generic[_WorkerSessionConnectType]):
     worker.heartbeat seconds (0.15 by default) have passed without one.
     """
 
+    CheckAdapter: _WorkerSessionCheckAdapterType
+    """Checks whether the worker can load a LoRA adapter, which it downloads if necessary."""
+
 WorkerSessionAsyncStub: typing_extensions.TypeAlias = WorkerSessionStub[
     grpc.aio.StreamStreamMultiCallable[
         everlift.v1.session_pb2.RouterFrame,
         everlift.v1.session_pb2.WorkerFrame,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.session_pb2.CheckAdapterRequest,
+        everlift.v1.session_pb2.CheckAdapterResponse,
     ],
 ]
 
@@ -87,6 +118,14 @@ class WorkerSessionServicer(metaclass=abc.ABCMeta):
         each engine step that produced something for this router. It also sends a frame when
         worker.heartbeat seconds (0.15 by default) have passed without one.
         """
+
+    @abc.abstractmethod
+    def CheckAdapter(
+        self,
+        request: everlift.v1.session_pb2.CheckAdapterRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[everlift.v1.session_pb2.CheckAdapterResponse, collections.abc.Awaitable[everlift.v1.session_pb2.CheckAdapterResponse]]:
+        """Checks whether the worker can load a LoRA adapter, which it downloads if necessary."""
 
 def add_WorkerSessionServicer_to_server(servicer: WorkerSessionServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
 

@@ -14,6 +14,7 @@ from everlift.errors import InvalidRequest, LedgerUnavailable, SettingsError, Un
 from everlift.v1 import admin_pb2 as pb
 from everlift.v1 import chaos_pb2, session_pb2
 from router.admission.workers import Connected, WorkerView, capacity
+from router.api.adapters import Adapters
 from router.api.grpc.handlers import Call, Handlers, parse
 from router.auth.caller import Authenticator, Scope
 from router.faults.injector import Chaos
@@ -37,6 +38,7 @@ class AdminServer:
         runtime_policy: RuntimePolicy,
         ledger: Ledger,
         view: Callable[[str], WorkerView | None],
+        adapters: Adapters,
         models: ServedModels,
         is_scaled: Callable[[str], bool] = lambda model: False,
     ) -> None:
@@ -50,6 +52,7 @@ class AdminServer:
         self._runtime_policy = runtime_policy
         self._ledger = ledger
         self._view = view
+        self._adapters = adapters
         self._models = models
         self._is_scaled = is_scaled
 
@@ -122,6 +125,20 @@ class AdminServer:
         load = await self._load()
         return capacity(load, self._connected())
 
+    async def _load_adapter(self, data: bytes, call: Call) -> pb.LoadAdapterResponse:
+        message = parse(pb.LoadAdapterRequest, data)
+        return pb.LoadAdapterResponse(
+            adapter=await self._adapters.load(message.name, message.source, message.model)
+        )
+
+    async def _unload_adapter(self, data: bytes, call: Call) -> pb.UnloadAdapterResponse:
+        await self._adapters.unload(parse(pb.UnloadAdapterRequest, data).name)
+        return pb.UnloadAdapterResponse()
+
+    async def _list_adapters(self, data: bytes, call: Call) -> pb.ListAdaptersResponse:
+        parse(pb.ListAdaptersRequest, data)
+        return pb.ListAdaptersResponse(adapters=self._adapters.all())
+
     def kinds(self) -> Sequence[pb.WorkerKind]:
         """Return the kinds of the connected workers that are not draining, most frequent first."""
         return capacity(None, self._connected()).kinds
@@ -149,6 +166,9 @@ class AdminServer:
             "ChangeModel": handlers.unary(self._change_model, Scope.ADMIN),
             "SetPolicy": handlers.unary(self._set_policy, Scope.ADMIN),
             "Capacity": handlers.unary(self.capacity, Scope.METRICS, Scope.ADMIN),
+            "LoadAdapter": handlers.unary(self._load_adapter, Scope.ADMIN),
+            "UnloadAdapter": handlers.unary(self._unload_adapter, Scope.ADMIN),
+            "ListAdapters": handlers.unary(self._list_adapters, Scope.METRICS, Scope.ADMIN),
         }
         name = pb.DESCRIPTOR.services_by_name["Admin"].full_name
         return grpc.method_handlers_generic_handler(name, methods)

@@ -252,3 +252,19 @@ class DetokenizeFields(Fields):
     tokens: Ids
 
     PARAMS: ClassVar[Mapping[str, str]] = {"token_ids": "tokens"}
+
+
+class LoadAdapterFields(Fields):
+    """Name of a LoRA adapter, and the directory or hub id of its files."""
+
+    lora_name: str
+    lora_path: str
+    model: str | None = Field(None, description="model of the adapter; default: the first one")
+
+    PARAMS: ClassVar[Mapping[str, str]] = {"name": "lora_name", "source": "lora_path"}
+
+
+class UnloadAdapterFields(Fields):
+    lora_name: str
+
+    PARAMS: ClassVar[Mapping[str, str]] = {"name": "lora_name"}

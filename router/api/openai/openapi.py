@@ -28,7 +28,14 @@ from router.api.openai.conversations.fields import (
     ConversationUpdateFields,
 )
 from router.api.openai.explaining import ExplanationBody
-from router.api.openai.fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
+from router.api.openai.fields import (
+    ChatFields,
+    CompletionFields,
+    DetokenizeFields,
+    LoadAdapterFields,
+    TokenizeFields,
+    UnloadAdapterFields,
+)
 from router.api.openai.files.files import DeletedFile
 from router.api.openai.files.record import FileBody
 from router.api.openai.object_page import ObjectPage
@@ -161,9 +168,11 @@ _BODIES = (
     CountTokensFields,
     DetokenizeFields,
     InputTokensFields,
+    LoadAdapterFields,
     MessagesFields,
     ResponseFields,
     TokenizeFields,
+    UnloadAdapterFields,
 )
 _EVENTS = "text/event-stream"
 _CONVERSATION = "/v1/conversations/{conversation_id}"
@@ -330,6 +339,20 @@ _PATHS = (
         "post", "/detokenize", "Token ids to text", {_JSON: "DetokenizedText"}, "DetokenizeFields"
     ),
     _Path("get", "/tokenizer_info", "Tokenizer's configuration", {_JSON: "TokenizerInfo"}),
+    _Path(
+        "post",
+        "/v1/load_lora_adapter",
+        "Add a LoRA adapter, or a new version of one",
+        {"text/plain": ""},
+        "LoadAdapterFields",
+    ),
+    _Path(
+        "post",
+        "/v1/unload_lora_adapter",
+        "Remove a LoRA adapter",
+        {"text/plain": ""},
+        "UnloadAdapterFields",
+    ),
     _Path("get", "/metrics", "Metrics for Prometheus", {"text/plain": ""}),
     _Path("get", "/health", "This process answers", {_JSON: "Condition"}, is_open=True),
     _Path("get", "/ready", "This router accepts requests", {_JSON: "Condition"}, is_open=True),

@@ -513,6 +513,16 @@ _WORKERS = (
         "KV blocks copied to host memory (out) and back (in).",
         "direction",
     ),
+    _of_worker("loaded_adapters", "gauge", "adapters", "LoRA adapters in the worker's memory."),
+    _of_worker(
+        "adapter_loads_total", "counter", "adapters", "LoRA adapters that were loaded at run time."
+    ),
+    _of_worker(
+        "adapter_unloads_total",
+        "counter",
+        "adapters",
+        "LoRA adapters that were removed from the worker's memory.",
+    ),
     _of_worker(
         "gpu_utilization_ratio",
         "gauge",

@@ -179,6 +179,9 @@ def _of_worker(link: WorkerLink, view: WorkerView | None) -> Mapping[tuple[str, 
         ("accepted_draft_tokens_total",): counters.accepted_tokens,
         ("swapped_blocks_total", "out"): counters.blocks_swapped_out,
         ("swapped_blocks_total", "in"): counters.blocks_swapped_in,
+        ("loaded_adapters",): sum(not it.loading for it in link.adapters.adapters),
+        ("adapter_loads_total",): link.adapters.loads,
+        ("adapter_unloads_total",): link.adapters.unloads,
     }
     if state.HasField("gpu_utilization"):
         values["gpu_utilization_ratio",] = state.gpu_utilization

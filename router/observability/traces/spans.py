@@ -172,6 +172,8 @@ class _Walk:
         if attempt is not None:
             attributes["everlift.new_tokens"] = attempt.new_tokens
             attributes["everlift.cached_tokens"] = attempt.cached_tokens
+            if attempt.adapter_s:
+                attributes["everlift.adapter_load_s"] = attempt.adapter_s
             yield from self._phases(context, attempt, dispatch.time, now)
         error = "lost" if cause else ""
         yield Span("everlift.attempt", context, dispatch.time, now, attributes, error)

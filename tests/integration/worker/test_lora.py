@@ -23,6 +23,9 @@ from tests.support.worker.families import (
 from tests.support.worker.packings import panels_or_skip
 from tests.support.worker.peft_adapters import NUMBERS, peft_model, save_adapters
 from tests.support.worker.quantised_files import FORMATS, save_quantised
+from worker.model.adapter_weights import packed_adapter
+from worker.model.adapters import read_adapters
+from worker.model.families import read_spec
 from worker.model.lora import LinearAdapters
 from worker.model.stack import CompiledStack
 
@@ -169,3 +172,31 @@ def test_step_without_adapters_calls_no_update(
     without = stepped.logits(sequences(), whole())
     assert base is not None and without is not None
     assert all(torch.equal(*each) for each in zip(base, without, strict=True))
+
+
+def test_loads_and_unloads_keep_the_bits_of_other_adapters(saved: Saved) -> None:
+    """Slots are filled, replaced and emptied between steps; ranks and matrices of them differ."""
+    expected = saved.stepped().logits(sequences(), mixed(), NUMBERED)
+    spec = read_spec(saved.model)
+    adapters = {it.name: it for it in read_adapters(saved.adapters, saved.model)}
+    for is_compiled in (True, False):
+        stepped = SteppedDecoder(saved.model, MAX_POSITION, num_slots=2)
+        decoder = stepped.decoder
+        if not is_compiled:
+            decoder.stack = decoder.layer_by_layer
+        for name, slot in (("few", 1), ("patterns", 2), ("all", 1)):
+            decoder.place_adapter(slot, packed_adapter(decoder, spec, adapters[name]))
+            others = {"all": 1} | ({"patterns": 2} if name != "few" else {}) | {"": 0}
+            if name != "all":
+                del others["all"]
+                others[name] = slot
+            numbers = [others.get(it, 0) for it in ADAPTERS]
+            got = stepped.logits(sequences(), mixed(), numbers)
+            assert got is not None and expected is not None
+            for it, one, two in zip(ADAPTERS, got, expected, strict=True):
+                assert torch.equal(one, two) == (it in others)
+        decoder.place_adapter(1, None)
+        without = stepped.logits(sequences(), mixed(), [0, 0, 1, 1, 2])
+        assert without is not None
+        base = SteppedDecoder(saved.model, MAX_POSITION).logits(sequences(), mixed())
+        assert base is not None and all(map(torch.equal, without[:4], base[:4]))

@@ -157,6 +157,7 @@ class SteppedDecoder(SteppedModel):
         packed: torch.dtype | None = None,
         adapters: Sequence[str] = (),
         packing: Packing | None = None,
+        num_slots: int | None = None,
     ) -> None:
         """``packing`` takes the place of that for CPUs; layers then run one by one."""
         pointwise = choose_pointwise(dtype, CPU)
@@ -164,12 +165,13 @@ class SteppedDecoder(SteppedModel):
         spec = weights.with_stored_scales(read_spec(directory), directory)
         decoder = Decoder(spec, max_model_len, place)
         weights.load(decoder, directory)
-        load_adapters(decoder, spec, adapters, Path(directory), place)
+        num_slots = len(adapters) if num_slots is None else num_slots
+        load_adapters(decoder, spec, adapters, Path(directory), place, num_slots)
         if packing is None:
             optimize_for_cpu(decoder, spec, dtype, packed)
         else:
             decoder.pack(packing)
-        self.decoder = decoder
+        self.decoder, self.spec = decoder, spec
         kv_heads = local_kv_heads(spec.num_kv_heads, place.group.size)
         kv_shape = (spec.num_layers, kv_heads, spec.head_dim)
         super().__init__(decoder, kv_shape, place, build_attention)

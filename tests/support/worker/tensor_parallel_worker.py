@@ -35,6 +35,7 @@ def config(model: str) -> WorkerConfig:
         tensor_parallel=2,
         max_num_seqs=16,
         max_num_batched_tokens=48,
+        max_loaded_adapters=2,
     )
 
 

@@ -90,7 +90,7 @@ class RecordingRunner:
         self.vocab_size = runner.vocab_size
         self.max_model_len = runner.max_model_len
         self.device_kind = runner.device_kind
-        self.adapters = runner.adapters
+        self.adapters, self.adapter_slots = runner.adapters, runner.adapter_slots
         self.unready_slots = runner.unready_slots
         self.release = runner.release
         self.close = runner.close

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from typer.testing import CliRunner, Result
 
 from cluster.cli import app
 from everlift import AsyncClient
+from everlift.adapters import parse_adapters
 from everlift.errors import InvalidRequest, LedgerUnavailable, UnknownWorker, Unreachable
 from everlift.v1 import inference_pb2, inference_pb2_grpc, session_pb2
+from router.api.adapters import Adapters
 from router.api.grpc.admin_server import AdminServer
 from router.auth.caller import OPEN
 from router.config import RouterConfig
@@ -39,6 +41,19 @@ class Link:
     state: session_pb2.WorkerState = field(
         default_factory=lambda: session_pb2.WorkerState(num_running=3, blocks_used=10)
     )
+    adapters: session_pb2.LoadedAdapters = field(default_factory=session_pb2.LoadedAdapters)
+
+    async def check_adapter(self, source: str) -> session_pb2.CheckAdapterResponse:
+        """Accept everything that lies below /adapters."""
+        if "=/adapters/" not in source:
+            return session_pb2.CheckAdapterResponse(error=f"{source} lies elsewhere")
+        return session_pb2.CheckAdapterResponse(source=source, digest="digest")
+
+    def change_adapters(self, load: session_pb2.AdapterLoad | None, unload: Sequence[str]) -> None:
+        kept = [it for it in self.adapters.adapters if it.digest not in unload]
+        self.adapters = session_pb2.LoadedAdapters(adapters=kept)
+        if load is not None:
+            self.adapters.adapters.add(name=load.source.partition("=")[0], digest=load.digest)
 
 
 @dataclass
@@ -91,7 +106,11 @@ async def router() -> AsyncIterator[Router]:
     names = ["abc", "abd", "x"]
     sessions = RecordedSessions(
         [
-            Link(session_pb2.WorkerInfo(worker_id=name, max_num_seqs=8, num_blocks=100))
+            Link(
+                session_pb2.WorkerInfo(
+                    worker_id=name, model="fake", max_num_seqs=8, num_blocks=100, adapter_slots=2
+                )
+            )
             for name in names
         ]
     )
@@ -99,14 +118,13 @@ async def router() -> AsyncIterator[Router]:
     server, status = grpc.aio.server(), Emptying(sessions)
     clock = Clock()
     ledger = FailingLedger(clock)
-    runtime_policy = RuntimePolicy(CONFIG, ledger, ())
-    admin = AdminServer(
-        sessions,  # type: ignore[arg-type]
-        runtime_policy,
-        ledger,
-        lambda _: None,
-        ServedModels([ServedModel.load("fake")]),
-    )
+    model = ServedModel.load("fake")
+    model.set_adapters(parse_adapters(["given=org/given"]))
+    models = ServedModels([model])
+    runtime_policy = RuntimePolicy(CONFIG, ledger, (), (), [models])
+    links: Any = sessions
+    adapters = Adapters(models, runtime_policy, links)
+    admin = AdminServer(links, runtime_policy, ledger, lambda _: None, adapters, models)
     server.add_generic_rpc_handlers((admin.handlers(OPEN),))
     inference_pb2_grpc.add_InferenceServicer_to_server(status, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -168,6 +186,48 @@ async def test_drain_command_prints_the_error(router: Router) -> None:
     result = await run("drain", "ab", "--address", router.address)
     assert (result.exit_code, result.stdout) == (1, "")
     assert "is ambiguous" in result.stderr
+
+
+# adapters
+
+
+async def test_adapter_commands_load_list_and_unload(router: Router) -> None:
+    async def adapter(*options: str) -> str:
+        result = await run("adapter", *options, "--address", router.address)
+        return result.output
+
+    given = f"{'given':<20} configured in memory of 0 workers  org/given\n"
+    assert await adapter("list") == given
+    assert await adapter("load", "sql=/adapters/sql") == "sql is served from /adapters/sql\n"
+    loaded = f"{'sql':<20} loaded     in memory of 2 workers  /adapters/sql\n"
+    assert await adapter("list") == given + loaded
+    assert [*(await router.ledger.policy()).values] == ["adapter sql"]
+    assert await adapter("unload", "sql") == "sql is not served any more\n"
+    assert await adapter("list") == given
+    for options, cause in (
+        (("load", "sql=/etc"), "sql=/etc lies elsewhere"),
+        (("load", "sql"), "NAME=SOURCE must be NAME=DIRECTORY"),
+        (("load", "given=/adapters/x"), "belongs to a model or to an adapter of the settings"),
+        (("load", "fake=/adapters/x"), "belongs to a model"),
+        (("unload", "given"), "is in the settings of the cluster: remove it there"),
+        (("unload", "none"), "no adapter 'none' is loaded"),
+    ):
+        assert cause in " ".join((await adapter(*options)).split())
+
+
+async def test_new_version_of_an_adapter_unloads_the_old_one(
+    router: Router, operator: AsyncClient
+) -> None:
+    await operator.load_adapter("sql", "/adapters/one")
+    link = router.sessions.links[0]
+    link.adapters.adapters.add(name="other", digest="other")
+    link.adapters.adapters[0].digest = "older"
+    await router.ledger.set_policy(
+        {"adapter sql": '{"model": "fake", "source": "sql=/adapters/one", "digest": "older"}'}
+    )
+    await operator.load_adapter("y", "/adapters/y")  # the router reads the ledger
+    await operator.load_adapter("sql", "/adapters/two")
+    assert {it.digest for it in link.adapters.adapters} == {"other", "digest"}
 
 
 # the policy of queue and engines

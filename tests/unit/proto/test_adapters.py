@@ -57,16 +57,19 @@ def test_missing_file_of_an_adapter_is_named(missing: str, tmp_path: Path) -> No
 
 
 def submission(
-    model: str = "", request_id: str = "r", salt: str = "", adapters: tuple[str, ...] = ("a", "b")
+    model: str = "",
+    request_id: str = "r",
+    salt: str = "",
+    digest: str = "",
 ) -> Submission:
     message = pb.GenerateRequest(model=model, text="x", cache_salt=salt)
-    return Submission.from_proto(message, request_id, 0, adapters=adapters)
+    return Submission.from_proto(message, request_id, 0, adapters={"a": digest, "b": digest})
 
 
 def test_salt_depends_on_adapter_tenant_and_salt() -> None:
     given = [
-        submission(model, request_id, salt)
-        for model in ("", "a", "b")
+        submission(model, request_id, salt, digest=digest)
+        for model, digest in (("", ""), ("a", ""), ("b", ""), ("a", "1"), ("a", "2"), ("b", "1"))
         for request_id in ("r", "t/r")
         for salt in ("", "s", "s\0a", "\0a\0")
     ]
@@ -93,6 +96,7 @@ def test_adapter_is_kept_in_the_stored_request() -> None:
         body_hash=b"",
         adapter="a",
         adapter_digest="d",
+        adapter_source="a=/x",
     )
     assert Request.from_bytes(request.to_bytes()) == request
     assert request.served_model == "a"

@@ -39,6 +39,9 @@ async def test_api_key_is_sent_with_every_call(wire: Wire) -> None:
             await client.drain("worker")
             await client.set_policy()
             await client.capacity()
+            await client.load_adapter("sql", "org/sql")
+            await client.unload_adapter("sql")
+            await client.adapters()
             with pytest.raises(EverliftError, match="without chaos"):
                 await client.inject(chaos_pb2.Fault())
             await client.forget("r")
@@ -46,6 +49,7 @@ async def test_api_key_is_sent_with_every_call(wire: Wire) -> None:
         *("Generate", "GenerateMany", "Attach", "Cancel", "GetRequest", "ListRequests", "Forget"),
         *("Tokenize", "Detokenize", "ListModels", "GetStatus"),
         *("Drain", "SetPolicy", "Capacity", "Inject"),
+        *("LoadAdapter", "UnloadAdapter", "ListAdapters"),
     }
 
 

@@ -70,6 +70,7 @@ def test_client_offers_every_service_method() -> None:
         "GetStatus": "status",
         "ListModels": "models",
         "Capacity": "capacity",
+        "ListAdapters": "adapters",
     }
     services = [
         inference_pb2.DESCRIPTOR.services_by_name["Inference"],

@@ -6,6 +6,7 @@ from everlift.engine_policy import EnginePolicy
 from everlift.v1 import chaos_pb2, session_pb2
 from tests.support.worker.worker_support import limits, prompt, start
 from worker.config import Scheduling
+from worker.engine.adapter_slots import AdapterLoad
 from worker.engine.limits import Limits
 from worker.engine.load import Counters, Load
 from worker.engine.outcome import Abort, Outcome, SequenceKey, SequenceUpdate, Stop
@@ -28,6 +29,9 @@ class RecordingEngine:
 
     def abort(self, abort: Abort) -> None:
         self.orders.append(("abort", abort.epoch))
+
+    def load_adapter(self, load: AdapterLoad) -> None:
+        raise AssertionError
 
     def inject(self, fault: chaos_pb2.Fault) -> None:
         self.orders.append(("inject", fault.rank))

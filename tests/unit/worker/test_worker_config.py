@@ -1,5 +1,6 @@
 """A worker's settings, what limits follow from them, and what names its model."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -236,3 +237,16 @@ def test_vllm_worker_has_one_rank_for_all_devices() -> None:
         WorkerConfig(model="x", engine=engine, tensor_parallel=4) for engine in ("everlift", "vllm")
     )
     assert (own.num_ranks, vllm.num_ranks) == (4, 1)
+
+
+def test_slots_for_adapters_follow_from_the_adapters() -> None:
+    named = WorkerConfig(model="m", adapters=("a=x", "b=y"))
+    assert named.num_adapter_slots == 2
+    assert replace(named, max_loaded_adapters=1).num_adapter_slots == 1
+    assert WorkerConfig(model="m").num_adapter_slots == 0
+    assert WorkerConfig(model="m", max_loaded_adapters=3).num_adapter_slots == 3
+    assert WorkerConfig(model="m", adapters=("a=x",), engine="vllm").num_adapter_slots == 0
+    with pytest.raises(ValueError, match="max_loaded_adapters must not be set if engine is vllm"):
+        WorkerConfig(model="m", engine="vllm", max_loaded_adapters=1)
+    with pytest.raises(ValueError, match="max_loaded_adapters needs a model"):
+        WorkerConfig(model="fake", max_loaded_adapters=1)

@@ -22,6 +22,16 @@ def test_status_shows_brackets_literally() -> None:
     assert "[fd00::1]:9" in shown and shown.count("[/home]") == 2
 
 
+def test_status_lists_loaded_adapters_by_worker() -> None:
+    workers = [
+        pb.WorkerStatus(worker_id="aaaabbbbcc", alive=True, loaded_adapters=["sql", "poems"]),
+        pb.WorkerStatus(worker_id="ddddeeeeff", alive=True),
+        pb.WorkerStatus(worker_id="gggghhhhii", loaded_adapters=["sql"]),
+    ]
+    shown = text(show(pb.GetStatusResponse(workers=workers)))
+    assert re.findall("adapters of .*", shown) == ["adapters of aaaabbbb: sql, poems"]
+
+
 STATUS = pb.GetStatusResponse(
     model="demo",
     leader="leader-of-all",

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cluster.cli import app
-from cluster.explain.tables import headline, prefix_waits, reading
+from cluster.explain.tables import adapter_loads, headline, prefix_waits, reading
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 
@@ -111,6 +111,13 @@ def test_explain_says_that_a_prefix_wait_was_in_vain(expected: int, said: str) -
     assert f"waited 0.250 s{said} for a worker" in line
     attempt.ClearField("prefix_wait")
     assert not [*prefix_waits(pb.Explanation(attempts=[attempt]))]
+
+
+def test_wait_for_an_adapter_has_a_line() -> None:
+    attempts = [pb.ExplainedAttempt(number=1), pb.ExplainedAttempt(number=2, adapter_s=0.25)]
+    assert [*adapter_loads(pb.Explanation(attempts=attempts))] == [
+        "adapter, attempt 2: waited 0.250 s at the worker until it was loaded"
+    ]
 
 
 async def test_explain_prints_json() -> None:

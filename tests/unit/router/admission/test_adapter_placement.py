@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from everlift.v1 import session_pb2
+from router.admission.request import Waiting
 from router.admission.workers import Capacity, Load
 from tests.support.router.admission_support import CAPACITY, Cluster, choose, paced, waiting
 
@@ -66,3 +67,65 @@ def test_preempted_request_moves_only_where_its_adapter_is() -> None:
         cluster.connect()
         cluster.runs("r", "home", preempted=True, adapter="sql")
         assert cluster.moves() == moves
+
+
+LOADING = replace(CAPACITY, adapter_slots=2)
+
+
+def loaded(*names: str, used: int = 0, load_s: float = 0.5) -> session_pb2.LoadedAdapters:
+    """Adapters in memory, the first ``used`` of which have sequences."""
+    adapters = [
+        session_pb2.LoadedAdapter(name=name, digest=f"digest of {name}", sequences=int(i < used))
+        for i, name in enumerate(names)
+    ]
+    return session_pb2.LoadedAdapters(adapters=adapters, load_s=load_s)
+
+
+def sql(request_id: str = "r", digest: str = "digest of sql") -> Waiting:
+    return waiting(request_id, adapter="sql", adapter_digest=digest)
+
+
+def loading_cluster(**adapters: session_pb2.LoadedAdapters) -> Cluster:
+    """Workers of known speed; the first one is idle, the others have a little to prefill."""
+    cluster = Cluster()
+    for i, (name, message) in enumerate(adapters.items()):
+        load = Load(1, num_running=1, pending_prefill_tokens=100 * i, committed_tokens=500 * i)
+        cluster.add_worker(name, load, paced(), LOADING)
+        cluster.placement.report_adapters(name, message)
+    return cluster
+
+
+def test_placement_prefers_a_worker_with_the_adapter_loaded() -> None:
+    cluster = loading_cluster(idle=loaded("a"), second=loaded("a", "b"), third=loaded("sql"))
+    assert choose(cluster.placement, sql()) == "third"
+    assert choose(cluster.placement, waiting("r")) == "idle"
+    assert choose(cluster.placement, sql(digest="another")) == "idle"
+    assert choose(cluster.placement, sql(digest="")) == "third"
+
+
+def test_load_of_an_adapter_is_cheaper_than_a_long_wait() -> None:
+    """The worker with the adapter has 0.2 s of prompts to compute first."""
+    for load_s, chosen in ((0.1, "idle"), (0.4, "third")):
+        cluster = loading_cluster(
+            idle=loaded(load_s=load_s), second=loaded(load_s=load_s), third=loaded("sql")
+        )
+        assert choose(cluster.placement, sql()) == chosen
+
+
+def test_placement_avoids_workers_whose_slots_are_in_use() -> None:
+    cluster = loading_cluster(idle=loaded("a", "b", used=2), second=loaded("a", "b", used=1))
+    assert choose(cluster.placement, sql()) == "second"
+    cluster = loading_cluster(idle=loaded("a", "b", used=2), second=loaded("c", "d", used=2))
+    assert choose(cluster.placement, sql()) == "idle"
+
+
+def test_dispatch_counts_as_a_load_until_it_is_acknowledged() -> None:
+    cluster = loading_cluster(first=loaded(), second=loaded())
+    placement = cluster.placement
+    placement.reserve("second", 7, sql("one"), now=1.0)
+    assert choose(placement, sql("two")) == "second"
+    placement.acknowledge("second", 7)
+    assert choose(placement, sql("two")) == "first"
+    placement.reserve("second", 8, sql("one"), now=1.0)
+    placement.cancel("second", 8)
+    assert choose(placement, sql("two")) == "first"

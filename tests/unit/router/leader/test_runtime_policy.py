@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
@@ -16,6 +17,7 @@ from everlift.v1 import session_pb2
 from router import console
 from router.admission.policy import ORDERS, Rules
 from router.config import RouterConfig
+from router.leader.adapter_catalogue import AdapterEntry
 from router.leader.policy_store import SETTINGS, RuntimePolicy
 from router.ledger.base import ClusterPolicy
 from router.ledger.memory.memory import MemoryLedger
@@ -43,11 +45,22 @@ class Engines:
         self.told.append((policy.version, policy.name))
 
 
+class Catalogue:
+    def __init__(self) -> None:
+        self.entries: Mapping[str, AdapterEntry] = {}
+
+    def set_catalogue(self, entries: Mapping[str, AdapterEntry]) -> None:
+        self.entries = entries
+
+
 class Replica:
     def __init__(self, ledger: MemoryLedger) -> None:
         self.ledger = ledger
         self.subject, self.engines = Subject(), Engines()
-        self.runtime_policy = RuntimePolicy(CONFIG, ledger, [self.subject], [self.engines])
+        self.catalogue = Catalogue()
+        self.runtime_policy = RuntimePolicy(
+            CONFIG, ledger, [self.subject], [self.engines], [self.catalogue]
+        )
 
     async def beat(self) -> None:
         membership = await self.ledger.heartbeat("gateway", "here:1", 1.0)
@@ -215,3 +228,32 @@ async def test_policy_rejects_values_invalid_in_configuration(
     with pytest.raises(SettingsError, match=name):
         await replica.runtime_policy.set({"max_queued": 5, name: value})
     assert await replica.ledger.policy() == ClusterPolicy()
+
+
+SQL = AdapterEntry("fake", "sql=/adapters/sql", "digest")
+
+
+async def test_adapters_reach_all_routers_beside_the_policy(ledger: MemoryLedger) -> None:
+    one, two = Replica(ledger), Replica(ledger)
+    await one.runtime_policy.set(CHANGES)
+    await one.runtime_policy.set_adapter("sql", SQL)
+    assert one.catalogue.entries == {"sql": SQL}
+    await two.beat()
+    assert two.catalogue.entries == two.runtime_policy.adapters == {"sql": SQL}
+    assert two.subject.obeyed[-1] == SET
+    assert [*two.runtime_policy.effective_settings.overridden] == [*CHANGES]
+    newer = replace(SQL, digest="another")
+    await two.runtime_policy.set_adapter("sql", newer)
+    await one.beat()
+    assert one.catalogue.entries == {"sql": newer}
+    await two.runtime_policy.set_adapter("sql", None)
+    await one.beat()
+    assert one.catalogue.entries == {} and one.subject.obeyed[-1] == SET
+
+
+async def test_invalid_adapter_in_the_ledger_is_ignored(ledger: MemoryLedger) -> None:
+    replica = Replica(ledger)
+    for text in ("no", "{}", SQL.to_text().replace("sql=", "")):
+        await ledger.set_policy({"adapter bad": text, "adapter sql": SQL.to_text()})
+        await replica.beat()
+        assert replica.catalogue.entries == {"sql": SQL}

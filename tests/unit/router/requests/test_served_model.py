@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import DEMO_MODEL
+from everlift.adapters import parse_adapters
 from everlift.errors import (
     ContextLengthExceeded,
     InvalidRequest,
@@ -24,7 +25,9 @@ from everlift.images import MAX_PIXELS, MAX_SIDE, Image
 from everlift.messages import Request, Submission
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
+from router.leader.adapter_catalogue import AdapterEntry
 from router.requests import tokenizer as model_module
+from router.requests.served_models import ServedModels
 from router.requests.tokenizer import HuggingFaceTokenizer, ServedModel
 from tests.support.images import png, png_header
 from worker.model.families import read_spec
@@ -264,13 +267,13 @@ def with_adapters(**adapters: str) -> session_pb2.WorkerInfo:
 
 def adapted() -> ServedModel:
     served = ServedModel.load("fake")
-    served.adapters = {"sql": "org/sql", "chat": "chat-v1"}
+    served.set_adapters(parse_adapters(["sql=org/sql", "chat=chat-v1"]))
     return served
 
 
 def resolved(served: ServedModel, name: str) -> Request:
     message = pb.GenerateRequest(text="abcd", max_tokens=4, model=name)
-    return served.resolve(Submission.from_proto(message, "r", 0, adapters=served.adapters))
+    return served.resolve(Submission.from_proto(message, "r", 0, adapters=served.adapter_digests))
 
 
 def with_images(served: ServedModel, *images: bytes, **fields: object) -> Request:
@@ -376,6 +379,65 @@ def test_started_request_keeps_the_version_of_its_adapter() -> None:
 def test_request_for_a_removed_adapter_fails() -> None:
     served = adapted()
     request = resolved(served, "sql")
-    served.adapters = {}
+    served.set_adapters([])
     with pytest.raises(UnknownModel, match="adapter 'sql' is no longer served"):
         served.with_fingerprint(request, has_output=False)
+
+
+def entry(name: str, digest: str, model: str = "fake", location: str = "") -> AdapterEntry:
+    return AdapterEntry(model, f"{name}={location or f'/adapters/{name}'}", digest)
+
+
+def loading() -> session_pb2.WorkerInfo:
+    info = with_adapters(sql="configured")
+    info.adapter_slots = 2
+    return info
+
+
+def test_loaded_adapters_are_served_until_they_are_unloaded() -> None:
+    served = adapted()
+    served.update_limits([loading()])
+    served.set_catalogue({"new": entry("new", "n"), "else": entry("else", "e", model="other")})
+    assert served.names == ["fake", "sql", "chat", "new"]
+    assert (served.root_of("new"), served.parent_of("new")) == ("new", "fake")
+    request = resolved(served, "new")
+    assert (request.adapter_digest, request.adapter_source) == ("n", "new=/adapters/new")
+    served.set_catalogue({})
+    assert served.names == ["fake", "sql", "chat"]
+    with pytest.raises(UnknownModel, match="adapter 'new' is no longer served"):
+        served.with_fingerprint(request, has_output=False)
+    assert served.with_fingerprint(request, has_output=True) == request
+
+
+def test_settings_take_precedence_over_loaded_adapters() -> None:
+    served = adapted()
+    served.update_limits([loading()])
+    models = ServedModels([served])
+    models.set_catalogue({"sql": entry("sql", "loaded"), "new": entry("new", "n")})
+    assert resolved(served, "sql").adapter_digest == "configured"
+    assert models.requested("new") is served and models.names == ["fake", "sql", "chat", "new"]
+    configured = [models.is_configured(name) for name in ("fake", "sql", "new", "free")]
+    assert configured == [True, True, False, False]
+    models.set_catalogue({})
+    assert models.names == ["fake", "sql", "chat"]
+    with pytest.raises(UnknownModel, match="'new' is not served"):
+        models.requested("new")
+
+
+def test_new_version_applies_to_requests_without_output() -> None:
+    served = adapted()
+    served.update_limits([loading()])
+    served.computes_chunks = True
+    served.set_catalogue({"new": entry("new", "one")})
+    message = pb.GenerateRequest(text="a" * 40, max_tokens=4, model="new")
+    submission = Submission.from_proto(message, "r", 0, adapters=served.adapter_digests)
+    request = served.resolve(submission)
+    again = Submission.from_proto(message, "r", 0, adapters={"new": "two"})
+    assert again.salt != submission.salt
+    served.set_catalogue({"new": entry("new", "two", location="/adapters/v2")})
+    queued = served.with_fingerprint(request, has_output=False)
+    assert (queued.adapter_digest, queued.adapter_source) == ("two", "new=/adapters/v2")
+    assert queued.salt not in (request.salt, submission.salt)
+    assert served.with_fingerprint(queued, has_output=False) == queued
+    started = served.with_fingerprint(request, has_output=True)
+    assert started == request

@@ -10,6 +10,7 @@ from everlift.errors import EngineFailed, EverliftError, InvalidGrammar, QueueFu
 from everlift.sampling import Grammar, GrammarKind, SamplingParams
 from everlift.v1 import chaos_pb2, session_pb2
 from tests.support.worker.worker_support import limits, prompt, start
+from worker.engine.adapter_slots import AdapterLoad
 from worker.engine.load import Counters, Load
 from worker.engine.outcome import Abort
 from worker.engine.sequence import Sequence
@@ -52,6 +53,9 @@ class Engine:
 
     def set_policy(self, policy: EnginePolicy) -> None:
         raise AssertionError("nobody sets it")
+
+    def load_adapter(self, load: AdapterLoad) -> None:
+        raise AssertionError("there are no slots")
 
     def inject(self, fault: chaos_pb2.Fault) -> None:
         self.orders.append("inject")

@@ -123,6 +123,7 @@ def build(
     model = model or TableModel(place.group.rank)
     attention: Any = NoAttention()
     host_cache: Any = host
+    slots: Any = SimpleNamespace(numbers={digest: i for i, digest in enumerate(adapters, 1)})
     return TorchRunner(
         VOCAB,
         400,
@@ -132,7 +133,7 @@ def build(
         place,
         host_cache,
         last_tokens=last_tokens,
-        adapters=dict.fromkeys(adapters, "digest"),
+        adapters=slots,
     )
 
 

@@ -8,6 +8,7 @@ from everlift.engine_policy import EnginePolicy
 from everlift.hashes import CHUNK_SIZE, chunk_hashes
 from everlift.v1 import chaos_pb2, session_pb2
 from tests.support.worker.worker_support import limits, shortened, start
+from worker.engine.adapter_slots import AdapterLoad
 from worker.engine.blocks import ChunkChanges
 from worker.engine.load import Counters, Load
 from worker.engine.outcome import Abort, Outcome, SequenceKey, Stop
@@ -32,6 +33,9 @@ class RecordingEngine:
 
     def abort(self, abort: Abort) -> None:
         self.aborted.append(abort.epoch)
+
+    def load_adapter(self, load: AdapterLoad) -> None:
+        raise AssertionError
 
     def inject(self, fault: chaos_pb2.Fault) -> None:
         raise AssertionError
