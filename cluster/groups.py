@@ -215,7 +215,8 @@ def interchangeable(groups: Sequence[WorkerGroup], group: WorkerGroup) -> list[W
 
     def resources(it: WorkerGroup) -> tuple[object, ...]:
         worker = it.worker
-        return worker.tensor_parallel, it.nodes_per_worker, worker.device, worker.python
+        places = it.nodes_per_worker, it.worker_resource
+        return worker.tensor_parallel, worker.device, worker.python, places
 
     same = [it for it in groups if it.worker.engine == "everlift"]
     same = [it for it in same if resources(it) == resources(group)]

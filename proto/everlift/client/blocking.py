@@ -211,6 +211,12 @@ class Client:
         """See AsyncClient.status."""
         return self._run(self._client.status(timeout_s=timeout_s))
 
+    def change_model(
+        self, worker_id: str, model: str, *, timeout_s: float | None = None
+    ) -> admin_pb2.ChangeModelResponse:
+        """See AsyncClient.change_model."""
+        return self._run(self._client.change_model(worker_id, model, timeout_s=timeout_s))
+
     def drain(self, worker_id: str, *, timeout_s: float | None = None) -> admin_pb2.DrainResponse:
         """See AsyncClient.drain."""
         return self._run(self._client.drain(worker_id, timeout_s=timeout_s))

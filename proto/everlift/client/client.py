@@ -351,6 +351,9 @@ class AsyncClient:
         workers have this prefix, UnknownModel for a model that the cluster does not serve,
         InvalidRequest if the worker cannot serve it, and Forbidden if the API key does not permit
         the call.
+
+        >>> (await client.change_model("wor", "org/other")).model
+        'org/other'
         """
         with sendable():
             message = admin_pb2.ChangeModelRequest(worker_id=worker_id, model=model)

@@ -305,10 +305,8 @@ class FakeRouter(
         async with self._answering("ChangeModel", context):
             if not request.worker_id or not _WORKER.startswith(request.worker_id):
                 raise UnknownWorker(f"no worker {request.worker_id!r} is connected")
-            raise InvalidRequest(
-                f"worker {_WORKER} can change to no other model, not to {request.model!r}",
-                field="model",
-            )
+            self.drained.append(_WORKER)
+            return admin_pb2.ChangeModelResponse(worker_id=_WORKER, model=request.model)
 
     async def Drain(
         self, request: admin_pb2.DrainRequest, context: Context

@@ -1966,7 +1966,7 @@ Global___GatewayMessage: typing_extensions.TypeAlias = GatewayMessage
 
 @typing.final
 class TpotRatio(google.protobuf.message.Message):
-    """How well the time per output token of a finished request was predicted."""
+    """Accuracy of the predicted time per output token of a finished request."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

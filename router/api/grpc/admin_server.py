@@ -73,7 +73,7 @@ class AdminServer:
         return self.change_model(parse(pb.ChangeModelRequest, data))
 
     def change_model(self, message: pb.ChangeModelRequest) -> pb.ChangeModelResponse:
-        """Make the worker whose id begins with ``message.worker_id`` serve another model.
+        """Change the model of the worker whose id begins with ``message.worker_id``.
 
         Raises UnknownWorker if no connected worker or more than one has such an id, UnknownModel if
         the cluster does not serve the model, and InvalidRequest if the worker cannot serve it, or
