@@ -19,7 +19,7 @@ OWN = {90: "wgmma", 100: "tcgen05.mma"}
 KERNELS = {
     *("attend_tiles", "merge_splits", "turn_and_place"),
     *("sum_and_norm", "gate_and_multiply", "draw_rows"),
-    *("multiply_tiles", "sum_splits", "route_tokens", "sort_pairs", "sum_experts"),
+    *("multiply_tiles", "quantise_rows", "sum_splits", "route_tokens", "sort_pairs", "sum_experts"),
 }
 
 
