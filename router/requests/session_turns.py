@@ -38,10 +38,11 @@ class SessionTurns:
         that turn ended at another router or before a restart, the turn is read from the ledger. If
         the ledger fails or is slow, only turns that this router remembers are returned.
         """
-        known, text = self._turns.of(submission, now()), submission.prompt
+        model = self._models.requested(submission.model)
+        known, text = self._turns.of(submission, model.name, now()), submission.prompt
         if not submission.session_id or not isinstance(text, str):
             return ()
-        if not self._models.requested(submission.model).tokenizer.boundaries:
+        if not model.tokenizer.boundaries:
             return known
         has_added = submission.add_special_tokens
         knows_last = await tokenizer.with_text(
@@ -54,7 +55,7 @@ class SessionTurns:
                 await self._read(submission, text, known)
         except (TimeoutError, EverliftError) as error:
             log.info("session not read from the ledger", cause=str(error) or "too slow")
-        return self._turns.of(submission, now())
+        return self._turns.of(submission, model.name, now())
 
     async def _read(self, submission: Submission, text: str, known: Sequence[Turn]) -> None:
         """Read the longest turn with which ``text`` begins, and remember it.

@@ -26,10 +26,12 @@ class SessionKey(NamedTuple):
     tenant: str
     session_id: str
     salt: bytes
+    model: str
 
     @classmethod
-    def of(cls, request: Submission | Request) -> SessionKey:
-        return cls(tenant_of(request.request_id), request.session_id, request.salt)
+    def of(cls, request: Submission | Request, model: str) -> SessionKey:
+        """Return the key of a request for ``model``, which other models tokenise differently."""
+        return cls(tenant_of(request.request_id), request.session_id, request.salt, model)
 
 
 class Turns:
@@ -54,10 +56,10 @@ class Turns:
         #: time at which to remove each request, and the request's id, sorted by this time
         self._ends: deque[tuple[float, str]] = deque()
 
-    def of(self, submission: Submission, now: float) -> Sequence[Turn]:
-        """Return the known turns of a submission's session, newest first."""
+    def of(self, submission: Submission, model: str, now: float) -> Sequence[Turn]:
+        """Return the known turns of a submission's session with ``model``, newest first."""
         self._end_retentions(now)
-        key = SessionKey.of(submission)
+        key = SessionKey.of(submission, model)
         if not submission.session_id or key not in self._sessions:
             return ()
         self._sessions.move_to_end(key)
@@ -76,7 +78,7 @@ class Turns:
         ]
         ids = array("I", request.prompt_ids)
         turn = Turn(request.request_id, mark, ids, outputs, request.chunk_hashes)
-        key = SessionKey.of(request)
+        key = SessionKey.of(request, request.model)
         turns = self._sessions.setdefault(key, [])
         _share_ids(turns, turn)
         turns.append(turn)

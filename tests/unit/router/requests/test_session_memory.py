@@ -20,11 +20,17 @@ def submission(request_id: str = "new", session: str = "s", salt: str = "") -> S
 
 
 def finished(
-    request_id: str, prompt: Sequence[int], session: str = "s", salt: str = "", output: int = 0
+    request_id: str,
+    prompt: Sequence[int],
+    session: str = "s",
+    salt: str = "",
+    output: int = 0,
+    model: str = "m",
 ) -> LiveRequest:
     like = submission(request_id, session, salt)
     mark = PromptMark(Prefix(10 * len(prompt), len(prompt), b"d" * 16), Prefix())
     request: dict[str, Any] = {"request_id": request_id, "session_id": session, "salt": like.salt}
+    request["model"] = model
     request |= {"prompt_ids": tuple(prompt), "turn": mark.to_bytes() if prompt else b""}
     request["chunk_hashes"] = ()
     choice = SimpleNamespace(output=SimpleNamespace(tokens=[9] * output, whole_text="x"))
@@ -47,28 +53,30 @@ def test_turns_are_those_of_session_tenant_and_salt() -> None:
         ("b/r2", "s", "salt"),
     ):
         turns.add(finished(request_id, (1, 2), session, salt), 0.0)
-    assert ids(turns.of(submission(), 0.0)) == ["r"]
-    assert ids(turns.of(submission("a/new"), 0.0)) == ["a/r"]
-    assert ids(turns.of(submission("b/new"), 0.0)) == ["b/r"]
-    assert ids(turns.of(submission("b/new", salt="salt"), 0.0)) == ["b/r2"]
-    assert not turns.of(submission(session=""), 0.0)
-    assert not turns.of(submission(session="t"), 0.0)
+    turns.add(finished("of-another-model", (1, 2), model="n"), 0.0)
+    assert ids(turns.of(submission(), "m", 0.0)) == ["r"]
+    assert ids(turns.of(submission(), "n", 0.0)) == ["of-another-model"]
+    assert ids(turns.of(submission("a/new"), "m", 0.0)) == ["a/r"]
+    assert ids(turns.of(submission("b/new"), "m", 0.0)) == ["b/r"]
+    assert ids(turns.of(submission("b/new", salt="salt"), "m", 0.0)) == ["b/r2"]
+    assert not turns.of(submission(session=""), "m", 0.0)
+    assert not turns.of(submission(session="t"), "m", 0.0)
 
 
 def test_turns_skip_requests_without_session_or_text() -> None:
     turns = Turns(60.0)
     turns.add(finished("r", (1,), session=""), 0.0)
     turns.add(finished("r2", ()), 0.0)
-    assert not turns.of(submission(), 0.0) and not turns.of(submission(session=""), 0.0)
+    assert not turns.of(submission(), "m", 0.0) and not turns.of(submission(session=""), "m", 0.0)
 
 
 def test_turns_end_with_the_ledgers_retention() -> None:
     turns = Turns(60.0)
     turns.add(finished("r", range(5)), 0.0)
     turns.add(finished("r2", range(9)), 30.0)
-    assert ids(turns.of(submission(), 59.0)) == ["r2", "r"]
-    assert ids(turns.of(submission(), 60.0)) == ["r2"]
-    assert not turns.of(submission(), 90.0)
+    assert ids(turns.of(submission(), "m", 59.0)) == ["r2", "r"]
+    assert ids(turns.of(submission(), "m", 60.0)) == ["r2"]
+    assert not turns.of(submission(), "m", 90.0)
     assert turns._num_ids == len(turns._ends) == len(turns._key_of) == 0
 
 
@@ -76,14 +84,14 @@ def test_turns_keep_the_last_eight_of_a_session() -> None:
     turns = Turns(60.0)
     for number in range(10):
         turns.add(finished(f"r{number}", range(number + 1)), 0.0)
-    assert ids(turns.of(submission(), 0.0)) == [f"r{number}" for number in range(9, 1, -1)]
+    assert ids(turns.of(submission(), "m", 0.0)) == [f"r{number}" for number in range(9, 1, -1)]
 
 
 def test_turns_share_the_ids_of_a_growing_prompt() -> None:
     turns = Turns(60.0, max_ids=110)
     for number, prompt in enumerate((range(50), range(100), range(100), range(70))):
         turns.add(finished(f"r{number}", prompt), 0.0)
-    kept = turns.of(submission(), 0.0)
+    kept = turns.of(submission(), "m", 0.0)
     assert len({id(turn.ids) for turn in kept}) == 1
     assert all(
         turn.ids[: turn.mark.whole.num_ids] == array("I", range(n))
@@ -91,24 +99,24 @@ def test_turns_share_the_ids_of_a_growing_prompt() -> None:
     )
     # A branch has ids of its own.
     turns.add(finished("r4", (*range(5), 7)), 0.0)
-    assert len({id(turn.ids) for turn in turns.of(submission(), 0.0)}) == 2
+    assert len({id(turn.ids) for turn in turns.of(submission(), "m", 0.0)}) == 2
 
 
 def test_turns_evict_the_least_recently_used_session() -> None:
     turns = Turns(60.0, max_ids=100)
     turns.add(finished("a", range(40), "one"), 0.0)
     turns.add(finished("b", range(30), "two", output=10), 0.0)
-    turns.of(submission(session="one"), 0.0)
+    turns.of(submission(session="one"), "m", 0.0)
     turns.add(finished("c", range(30), "three"), 0.0)
-    assert [ids(turns.of(submission(session=it), 0.0)) for it in ("one", "two", "three")] == [
+    assert [ids(turns.of(submission(session=it), "m", 0.0)) for it in ("one", "two", "three")] == [
         ["a"],
         [],
         ["c"],
     ]
     turns.add(finished("d", range(101), "four"), 0.0)
-    assert not any(turns.of(submission(session=it), 0.0) for it in ("one", "three", "four"))
+    assert not any(turns.of(submission(session=it), "m", 0.0) for it in ("one", "three", "four"))
     turns.add(finished("e", range(99), "five"), 0.0)
-    assert ids(turns.of(submission(session="five"), 0.0)) == ["e"]
+    assert ids(turns.of(submission(session="five"), "m", 0.0)) == ["e"]
 
 
 def test_forgotten_request_is_no_turn() -> None:
@@ -117,8 +125,8 @@ def test_forgotten_request_is_no_turn() -> None:
     turns.add(finished("b", range(60)), 0.0)
     turns.forget("b")
     turns.forget("unknown")
-    assert ids(turns.of(submission(), 0.0)) == ["a"]
+    assert ids(turns.of(submission(), "m", 0.0)) == ["a"]
     turns.forget("a")
-    assert not turns.of(submission(), 0.0)
+    assert not turns.of(submission(), "m", 0.0)
     turns.add(finished("c", range(100), "other"), 0.0)
-    assert ids(turns.of(submission(session="other"), 0.0)) == ["c"]
+    assert ids(turns.of(submission(session="other"), "m", 0.0)) == ["c"]
