@@ -51,7 +51,7 @@ from cluster.explain import command as explaining
 from cluster.prediction import command as predicting
 from cluster.verify import command as verifying
 from everlift import AsyncClient, EverliftError, Stream
-from everlift.errors import SettingsError
+from everlift.errors import InvalidRequest, SettingsError
 from everlift.explanation import state_name
 from router.console.rates import Rates
 from router.ledger.config import URL_VARIABLE, LedgerSetupError
@@ -452,6 +452,8 @@ async def _change_model(address: str | None, worker: str, model: str, wait: bool
                 if it.alive and it.model == answer.model and it.worker_id not in before:
                     typer.echo(f"joined as {it.worker_id}")
                     return
+                if it.worker_id == answer.worker_id and it.change_error:
+                    raise InvalidRequest(f"the worker still serves {it.model}: {it.change_error}")
             await asyncio.sleep(_POLL_S)
 
 

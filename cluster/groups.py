@@ -209,15 +209,15 @@ def source_of(path: str) -> str:
 def interchangeable(groups: Sequence[WorkerGroup], group: WorkerGroup) -> list[WorkerGroup]:
     """Return the groups whose models a worker of ``group`` can serve on command, itself included.
 
-    Their workers take the same resources and run Everlift's own engine. The result is empty if
-    there is no other such group.
+    Their workers take the same resources, of one node, and run Everlift's own engine. The result
+    is empty if there is no other such group. On several nodes, only the first one would get the
+    files before the change.
     """
 
     def resources(it: WorkerGroup) -> tuple[object, ...]:
         worker = it.worker
-        places = it.nodes_per_worker, it.worker_resource
-        return worker.tensor_parallel, worker.device, worker.python, places
+        return worker.tensor_parallel, worker.device, worker.python, it.worker_resource
 
-    same = [it for it in groups if it.worker.engine == "everlift"]
+    same = [it for it in groups if it.worker.engine == "everlift" and it.nodes_per_worker == 1]
     same = [it for it in same if resources(it) == resources(group)]
     return same if group in same and len(same) > 1 else []

@@ -374,6 +374,10 @@ class Sessions:
                 f"{model!r}",
                 field="model",
             )
+        state = link.state
+        if state.draining or state.next_model:
+            cause = f"is changing to {state.next_model!r}" if state.next_model else "is draining"
+            raise InvalidRequest(f"worker {worker_id} {cause}", field="worker_id")
         link.change_model(model)
         return link.state.num_running + link.state.num_waiting
 

@@ -116,12 +116,11 @@ async def _run_rank(launch: RankLaunch, send_report: SendReport, stop: asyncio.E
         from worker.serving.rank import Rank
 
         models = {worker.name: worker for worker in launch.models}
-        first = Rank(launch.worker, launch.rank, launch.rendezvous, models=models)
+        rank = Rank(launch.worker, launch.rank, launch.rendezvous, models=models)
         if launch.rank == 0 and launch.worker.num_ranks > 1:
-            send_report({"rendezvous": await first.open()})
-        rank: Rank | None = first
-        while rank is not None:
-            rank = await _run_model(rank, launch, send_report, start_reporter, stop)
+            send_report({"rendezvous": await rank.open()})
+        while successor := await _run_model(rank, launch, send_report, start_reporter, stop):
+            rank = successor
 
 
 async def _run_model(

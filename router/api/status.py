@@ -105,6 +105,8 @@ def _worker(link: WorkerLink) -> pb.WorkerStatus:
         step=state.step,
         tensor_parallel=info.tensor_parallel,
         model=info.model,
+        next_model=state.next_model,
+        change_error=state.change_error,
         running=link.running,
         counters=state.counters,
         max_num_seqs=info.max_num_seqs,

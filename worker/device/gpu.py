@@ -92,3 +92,9 @@ class CudaMemory:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
+
+
+def release_cached_memory() -> None:
+    """Return the memory that torch has cached to the GPU, if this process uses one."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()

@@ -255,14 +255,24 @@ class Rank:
     async def successor(self) -> Rank | None:
         """Stop this rank, and return the one that serves the worker's next model.
 
-        Return None if the worker does not change its model. Call it after ``wait``. Raises the
-        errors of the constructor.
+        Return None if the worker does not change its model, or if its machine is being reclaimed.
+        Call it after ``wait``. Raises RankFailed if the engine does not end, and the errors of the
+        constructor.
         """
-        thread = self._thread
         await self.stop()
+        if self.is_stuck:
+            raise RankFailed("the engine did not end, so the worker cannot change its model")
+        successor = self._thread.successor if self._thread is not None else None
+        if self._is_reclaimed or (self._next is None and successor is None):
+            return None
+        # The next model may need the memory of this one.
         self._thread = None
         heap.collect_frozen()
-        if self._rank == 0 or thread is None or (successor := thread.successor) is None:
+        if not self._config.is_fake:
+            from worker.device.gpu import release_cached_memory
+
+            release_cached_memory()
+        if successor is None:
             return self._next
         return self._of_model(successor.model, successor.rendezvous)
 
@@ -280,9 +290,6 @@ class Rank:
         return successor
 
     def _begin_change(self, model: str) -> None:
-        if self._change is not None and not self._change.done():
-            log.warning("change of the model ignored: another one is in progress", model=model)
-            return
         self._change = self._loop.create_task(self._change_model(model))
 
     async def _change_model(self, model: str) -> None:
@@ -290,14 +297,21 @@ class Rank:
 
         The worker goes on serving its model until the files are there, and if they are not.
         """
+        assert self._server is not None and self._sessions is not None
+        assert self._thread is not None
+        sessions, rendezvous = self._sessions, ""
+        sessions.next_model, sessions.change_error = model, ""
         try:
             successor = self._of_model(model)
             await successor.fetch()
-            rendezvous = await successor.open() if self._config.num_ranks > 1 else ""
+            if sessions.is_draining:
+                raise RankFailed("the worker was drained meanwhile")
+            if self._config.num_ranks > 1:
+                rendezvous = await successor.open()
         except Exception as error:
+            sessions.next_model, sessions.change_error = "", f"{model}: {error}"
             log.error("change of the model failed", model=model, error=str(error))
             return
-        assert self._server is not None and self._thread is not None
         successor._prefetch()
         self._ready_file.remove()
         await self._server.drain()

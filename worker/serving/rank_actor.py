@@ -47,7 +47,7 @@ class RankActor:
             ray_cluster=get_runtime_context().get_session_name(),
             models={it.name: replace(it, host=host) for it in models},
         )
-        self._info = b""
+        self._info, self._is_stopping = b"", False
 
     async def set_log_level(self, level: str) -> None:
         logs.set_level(level)
@@ -73,15 +73,18 @@ class RankActor:
         """Wait until the rank has ended and does not serve another model next."""
         while True:
             await self._rank.wait()
-            if (successor := await self._rank.successor()) is None:
+            # The worker has no info to announce until the next model is loaded.
+            self._info = b""
+            if self._is_stopping or (successor := await self._rank.successor()) is None:
                 return
             self._rank = successor
             await self.start()
 
     async def has_no_router(self) -> bool:
-        """Return whether no router is connected; if so, perhaps none knows this worker."""
-        return self._rank.has_no_router
+        """Return whether no router is connected to the ready worker; perhaps none knows it."""
+        return bool(self._info) and self._rank.has_no_router
 
     async def stop(self) -> None:
+        self._is_stopping = True
         await self._rank.drain()
         await self._rank.stop()

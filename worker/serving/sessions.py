@@ -176,6 +176,8 @@ class Sessions:
         #: that a router orders
         self.other_models: Collection[str] = ()
         self.on_next_model: Callable[[str], None] = _ignore_model
+        #: model to which the worker is changing; and why its last change failed
+        self.next_model = self.change_error = ""
 
     @property
     def is_idle(self) -> bool:
@@ -250,7 +252,7 @@ class Sessions:
             self._change_model(frame.next_model, session.router_id)
 
     def _change_model(self, model: str, router_id: str) -> None:
-        if self.is_draining or model not in self.other_models:
+        if self.is_draining or self.next_model or model not in self.other_models:
             log.warning("change of the model ignored", model=model, router_id=router_id)
             return
         log.info("change of the model ordered", model=model, router_id=router_id)
@@ -693,6 +695,8 @@ class Sessions:
             step_times=self._step_times.to_proto(),
             gpu_utilization=self.gpu_utilization,
             engine_policy=self._policy,
+            next_model=self.next_model,
+            change_error=self.change_error,
             decoding=self._decoding.to_proto(),
         )
 

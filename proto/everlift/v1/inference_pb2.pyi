@@ -1679,6 +1679,8 @@ class WorkerStatus(google.protobuf.message.Message):
     ENGINE_POLICY_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
     LOADED_ADAPTERS_FIELD_NUMBER: builtins.int
+    NEXT_MODEL_FIELD_NUMBER: builtins.int
+    CHANGE_ERROR_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     address: builtins.str
     pid: builtins.int
@@ -1707,6 +1709,10 @@ class WorkerStatus(google.protobuf.message.Message):
     engine_policy: builtins.str
     """batching policy in effect, as named in worker.scheduling.policy"""
     model: builtins.str
+    next_model: builtins.str
+    """model to which the worker is changing; empty: none"""
+    change_error: builtins.str
+    """why the last change of the model failed"""
     @property
     def running(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RunningSequence]: ...
     @property
@@ -1740,9 +1746,11 @@ class WorkerStatus(google.protobuf.message.Message):
         engine_policy: builtins.str = ...,
         model: builtins.str = ...,
         loaded_adapters: collections.abc.Iterable[builtins.str] | None = ...,
+        next_model: builtins.str = ...,
+        change_error: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["counters", b"counters"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "alive", b"alive", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "counters", b"counters", "draining", b"draining", "engine_policy", b"engine_policy", "loaded_adapters", b"loaded_adapters", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pid", b"pid", "preemptions", b"preemptions", "running", b"running", "slow", b"slow", "step", b"step", "step_s", b"step_s", "tensor_parallel", b"tensor_parallel", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "alive", b"alive", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "change_error", b"change_error", "counters", b"counters", "draining", b"draining", "engine_policy", b"engine_policy", "loaded_adapters", b"loaded_adapters", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "next_model", b"next_model", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pid", b"pid", "preemptions", b"preemptions", "running", b"running", "slow", b"slow", "step", b"step", "step_s", b"step_s", "tensor_parallel", b"tensor_parallel", "worker_id", b"worker_id"]) -> None: ...
 
 Global___WorkerStatus: typing_extensions.TypeAlias = WorkerStatus
 

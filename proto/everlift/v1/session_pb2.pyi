@@ -970,6 +970,8 @@ class WorkerState(google.protobuf.message.Message):
     DECODING_FIELD_NUMBER: builtins.int
     WAITING_CACHED_TOKENS_FIELD_NUMBER: builtins.int
     LONG_PREFILL_TOKENS_FIELD_NUMBER: builtins.int
+    NEXT_MODEL_FIELD_NUMBER: builtins.int
+    CHANGE_ERROR_FIELD_NUMBER: builtins.int
     sequence_number: builtins.int
     """monotonic within one run of the worker"""
     num_running: builtins.int
@@ -1010,6 +1012,10 @@ class WorkerState(google.protobuf.message.Message):
     """Part of pending_prefill_tokens that belongs to prompts of more than one step. A prompt with at
     most max_num_batched_tokens uncached tokens is computed before these.
     """
+    next_model: builtins.str
+    """model to which the worker is changing; empty: none"""
+    change_error: builtins.str
+    """why the last change of the model failed"""
     @property
     def running(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[everlift.v1.inference_pb2.RunningSequence]:
         """sent at most five times per second, otherwise empty"""
@@ -1054,9 +1060,11 @@ class WorkerState(google.protobuf.message.Message):
         decoding: Global___TimeBreakdown | None = ...,
         waiting_cached_tokens: builtins.int = ...,
         long_prefill_tokens: builtins.int = ...,
+        next_model: builtins.str = ...,
+        change_error: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_gpu_utilization", b"_gpu_utilization", "counters", b"counters", "decoding", b"decoding", "gpu_utilization", b"gpu_utilization", "step_times", b"step_times"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_gpu_utilization", b"_gpu_utilization", "blocks_cached", b"blocks_cached", "blocks_retained", b"blocks_retained", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "busy_s", b"busy_s", "committed_tokens", b"committed_tokens", "computed_tokens", b"computed_tokens", "counters", b"counters", "decoding", b"decoding", "draining", b"draining", "engine_policy", b"engine_policy", "gpu_utilization", b"gpu_utilization", "kv_tokens", b"kv_tokens", "long_prefill_tokens", b"long_prefill_tokens", "num_pairs", b"num_pairs", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "preemptions", b"preemptions", "released_blocks", b"released_blocks", "running", b"running", "sequence_number", b"sequence_number", "step", b"step", "step_times", b"step_times", "waiting_cached_tokens", b"waiting_cached_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_gpu_utilization", b"_gpu_utilization", "blocks_cached", b"blocks_cached", "blocks_retained", b"blocks_retained", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "busy_s", b"busy_s", "change_error", b"change_error", "committed_tokens", b"committed_tokens", "computed_tokens", b"computed_tokens", "counters", b"counters", "decoding", b"decoding", "draining", b"draining", "engine_policy", b"engine_policy", "gpu_utilization", b"gpu_utilization", "kv_tokens", b"kv_tokens", "long_prefill_tokens", b"long_prefill_tokens", "next_model", b"next_model", "num_pairs", b"num_pairs", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "preemptions", b"preemptions", "released_blocks", b"released_blocks", "running", b"running", "sequence_number", b"sequence_number", "step", b"step", "step_times", b"step_times", "waiting_cached_tokens", b"waiting_cached_tokens"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_gpu_utilization", b"_gpu_utilization"]) -> typing.Literal["gpu_utilization"] | None: ...
 
 Global___WorkerState: typing_extensions.TypeAlias = WorkerState

@@ -46,7 +46,7 @@ def worker_of(status: pb.GetStatusResponse, model: str) -> str:
     return next(it.worker_id for it in status.workers if it.alive and it.model == model)
 
 
-async def test_worker_changes_its_model_and_back_under_load(config: Config) -> None:
+async def test_worker_changes_its_model_and_back_under_load(config: Config, tmp_path: Path) -> None:
     async with ProcessCluster(config) as cluster, AsyncClient(cluster.addresses) as client:
 
         async def answer(model: str) -> str:
@@ -61,6 +61,13 @@ async def test_worker_changes_its_model_and_back_under_load(config: Config) -> N
             await client.change_model(worker_of(await client.status(), "fake"), "other")
 
         first = worker_of(await client.status(), "demo_model")
+        # A worker that cannot get the files goes on serving its model, and says why.
+        (tmp_path / "other").rename(tmp_path / "gone")
+        await client.change_model(first, "other")
+        await until(lambda it: "other: " in "".join(w.change_error for w in it.workers), client)
+        (tmp_path / "gone").rename(tmp_path / "other")
+        assert await answer("demo_model") == expected
+
         running = [asyncio.create_task(answer("demo_model")) for _ in range(6)]
         await until(lambda it: it.running > 0, client)
         changed = await client.change_model(first, "other")
