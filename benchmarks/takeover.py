@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ class Gateway:
 
     def refused(self, refusal: session_pb2.Refusal) -> None: ...
 
-    def on_queue_estimate(self, queue_estimate: session_pb2.QueueEstimate) -> None: ...
+    def on_queue_estimates(self, estimates: Iterable[session_pb2.QueueEstimate]) -> None: ...
 
     def withdrawn(self, message: session_pb2.Withdrawn) -> None: ...
 

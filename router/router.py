@@ -120,6 +120,8 @@ class Router:
         exporter = otlp(endpoint, self.router_id) if endpoint else None
         self._traces = Traces(ledger, exporter, config.trace_sample)
         self.address = self.internal_address = ""
+        #: models whose number of workers an autoscaler sets
+        self._scaled_models: set[str] = set()
         #: by model: the workers that this cluster wants
         self._demands = {it.name: session_pb2.WorkerDemand(model=it.name) for it in models}
         self._instruments = Instruments([model.name for model in models])
@@ -286,7 +288,7 @@ class Router:
             self._leader.view,
             self._adapters,
             self._models,
-            lambda model: not self._demands[model].HasField("workers"),
+            lambda model: model in self._scaled_models,
         )
         self._inference = Inference(self._requests, self._models, self._transport, self._traces)
 
@@ -503,8 +505,10 @@ class Router:
         for model, number in num_workers.items():
             demand = self._demands[model]
             if number is None:
+                self._scaled_models.add(model)
                 demand.ClearField("workers")
             else:
+                self._scaled_models.discard(model)
                 demand.workers = number
             self._leader_client.report_demand(demand)
 

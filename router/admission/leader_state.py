@@ -180,10 +180,13 @@ class LeaderState:
         for model, placement in self._placements.items():
             for worker in placement.workers.values():
                 first = worker.capacity.first_model or model
-                if first != model and {first, model} <= loads.keys():
+                before, after = loads.get(first), loads.get(model)
+                if first == model or before is None or after is None:
+                    continue
+                if before.HasField("wanted_workers") and after.HasField("wanted_workers"):
                     # The worker was changed on command, so it is wanted where it is now.
-                    loads[first].wanted_workers = max(0, loads[first].wanted_workers - 1)
-                    loads[model].wanted_workers += 1
+                    before.wanted_workers = max(0, before.wanted_workers - 1)
+                    after.wanted_workers += 1
         return total_load(term, loads)
 
     @property

@@ -26,12 +26,20 @@ class Adapters:
     async def load(self, name: str, location: str, model: str = "") -> pb.AdapterInfo:
         """Add an adapter of ``model``, or a new version of one, after a worker has checked it.
 
-        An empty ``model`` is the first one. Raises UnknownModel if it is not served. Raises
-        InvalidRequest if the name is taken, or if the worker cannot load the files; NoWorker
-        if none is connected; UnknownWorker if it does not answer; LedgerUnavailable.
+        An empty ``model`` is that of the present version, or else the first one. Raises
+        UnknownModel if it is not served. Raises InvalidRequest if the name is taken, or if the
+        worker cannot load the files; NoWorker if none is connected; UnknownWorker if it does not
+        answer; LedgerUnavailable.
         """
-        source = self._source(name, location)
-        link = self._worker(self._models.requested(model).name)
+        source, known = self._source(name, location), self._policy.adapters.get(name)
+        chosen = self._models.requested(model or (known.model if known is not None else "")).name
+        if known is not None and known.model != chosen:
+            raise InvalidRequest(
+                f"the name {name!r} belongs to an adapter of {known.model!r}: unload that one "
+                "first",
+                field="model",
+            )
+        link = self._worker(chosen)
         answer = await link.check_adapter(str(source))
         if answer.error:
             raise InvalidRequest(answer.error, field="source")

@@ -23,8 +23,12 @@ class Sessions(Protocol):
 class Counters(Protocol):
     """Counters of requests since this router started."""
 
-    completed: int
-    failed: int
+    @property
+    def completed(self) -> int: ...
+
+    @property
+    def failed(self) -> int: ...
+
     migrated: int
     preempted: int
     moved: int

@@ -60,8 +60,8 @@ class Gateway(Protocol):
         """Record how long a request had waited in the queue when its router withdrew it."""
         ...
 
-    def on_queue_estimate(self, queue_estimate: session_pb2.QueueEstimate) -> None:
-        """Replace a model's estimated waits, by which the router rejects new requests early."""
+    def on_queue_estimates(self, estimates: Iterable[session_pb2.QueueEstimate]) -> None:
+        """Replace the estimated waits of all models, by which requests are rejected early."""
         ...
 
     def schedule_adoption(self, request_id: str) -> None: ...
@@ -356,8 +356,8 @@ class LeaderClient:
             self._gateway.refused(refusal)
         for withdrawn in message.withdrawn:
             self._gateway.withdrawn(withdrawn)
-        for queue_estimate in message.queue_estimates:
-            self._gateway.on_queue_estimate(queue_estimate)
+        if message.queue_estimates:
+            self._gateway.on_queue_estimates(message.queue_estimates)
         for request_id in message.adopt:
             self._gateway.schedule_adoption(request_id)
         for request_id in message.stale:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from random import Random
@@ -458,11 +458,11 @@ class Requests:
         """Return the leader's latest estimate of the queue of each model."""
         return self._early_rejection.queue_estimates
 
-    def on_queue_estimate(self, queue_estimate: session_pb2.QueueEstimate) -> None:
-        model = queue_estimate.model
-        self._early_rejection.queue_estimates[model] = queue_estimate
-        if (estimated := self._estimated_waits.get(model)) is not None:
-            estimated.on_estimate(queue_estimate)
+    def on_queue_estimates(self, estimates: Iterable[session_pb2.QueueEstimate]) -> None:
+        # A new leader may have no queue of a model yet; the previous one's estimate is outdated.
+        self._early_rejection.queue_estimates = by_model = {it.model: it for it in estimates}
+        for model, waits in self._estimated_waits.items():
+            waits.on_estimate(by_model.get(model, session_pb2.QueueEstimate()))
 
     def refused(self, refusal: session_pb2.Refusal) -> None:
         """Discard a request that the leader rejected, and end it for its clients."""

@@ -126,10 +126,20 @@ class Counters:
     """Totals of requests, preemptions and tokens since this router started."""
 
     def __init__(self) -> None:
-        self.completed = self.failed = 0
+        #: requests that finished, and that failed, by model
+        self.completed_by_model: Counter[str] = Counter()
+        self.failed_by_model: Counter[str] = Counter()
         self.migrated = self.preempted = self.moved = self.recomputed_tokens = 0
         #: output tokens that the ledger has stored, by model
         self.output_by_model: Counter[str] = Counter()
+
+    @property
+    def completed(self) -> int:
+        return self.completed_by_model.total()
+
+    @property
+    def failed(self) -> int:
+        return self.failed_by_model.total()
 
     @property
     def output_tokens(self) -> int:
@@ -244,13 +254,13 @@ class RequestRegistry:
 
     def _count_end(self, live: LiveRequest, state: State) -> None:
         if state is State.FINISHED:
-            self.counters.completed += 1
+            self.counters.completed_by_model[live.request.model] += 1
             for choice in live.choices:
                 self._learn_length(live, len(choice.output))
         if state is State.EXPIRED:
             for choice in live.unfinished:
                 self._predictor(live).note_cut_off(live.prediction, len(choice.output))
-        self.counters.failed += state is State.FAILED
+        self.counters.failed_by_model[live.request.model] += state is State.FAILED
 
     def _learn_length(self, live: LiveRequest, num_tokens: int) -> None:
         predictor = self._predictor(live)
@@ -294,7 +304,7 @@ class RequestRegistry:
 
         The ledger's entry is neither read nor changed.
         """
-        self.counters.failed += not live.is_over
+        self.counters.failed_by_model[live.request.model] += not live.is_over
         self.release(live)
         self.quotas.settle(live.request_id, live.num_tokens)
         live.settle(now(), error)

@@ -162,17 +162,18 @@ class KserveServer:
         """
         message = parse(pb.ModelStatisticsRequest, data)
         name = self._checked_name(message.name, message.version)
-        counters = self._requests.counters
+        counters, model = self._requests.counters, self._models.requested(name).name
+        completed = counters.completed_by_model[model]
         stats = pb.InferStatistics(
-            success=pb.StatisticDuration(count=counters.completed),
-            fail=pb.StatisticDuration(count=counters.failed),
+            success=pb.StatisticDuration(count=completed),
+            fail=pb.StatisticDuration(count=counters.failed_by_model[model]),
         )
         return pb.ModelStatisticsResponse(
             model_stats=[
                 pb.ModelStatistics(
                     name=name,
                     version=description.VERSION,
-                    inference_count=counters.completed,
+                    inference_count=completed,
                     inference_stats=stats,
                 )
             ]

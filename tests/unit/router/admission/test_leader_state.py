@@ -130,6 +130,8 @@ def test_changed_worker_is_wanted_at_its_new_model() -> None:
     leader = Leader("a", "b")
     leader.placements.join("moved", "b", Capacity(4, 1000, first_model="a"))
     leader.placements["b"].report("moved", Load(0), 0.0)
+    unknown = leader.state.load(7, 0.0, 0.0)
+    assert not any(it.HasField("wanted_workers") for it in unknown.models.values())
     leader.hear(demands=[pb.WorkerDemand(model=model, workers=2) for model in "ab"])
     load = leader.state.load(7, 0.0, 0.0)
     assert {name: it.wanted_workers for name, it in load.models.items()} == {"a": 1, "b": 3}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -61,8 +61,8 @@ class Gateway:
     def withdrawn(self, message: pb.Withdrawn) -> None:
         self.heard.append(f"withdrawn {message.request_id}")
 
-    def on_queue_estimate(self, queue_estimate: pb.QueueEstimate) -> None:
-        self.queue_estimates.append(queue_estimate)
+    def on_queue_estimates(self, estimates: Iterable[pb.QueueEstimate]) -> None:
+        self.queue_estimates.extend(estimates)
 
     def schedule_adoption(self, request_id: str) -> None:
         self.heard.append(f"adopt {request_id}")

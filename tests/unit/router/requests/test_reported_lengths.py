@@ -75,7 +75,9 @@ async def test_distrusted_prediction_has_length_but_no_order(
     trust = gateway.requests.predictors["fake"].trust
     assert trust is not None
     trust.is_trusted = False
-    gateway.requests.on_queue_estimate(session_pb2.QueueEstimate(model="fake", tokens_per_s=10.0))
+    gateway.requests.on_queue_estimates(
+        [session_pb2.QueueEstimate(model="fake", tokens_per_s=10.0)]
+    )
     for name in "ab":
         live = await gateway.submit(request_id=name, stop=["\x00"], max_tokens=3000)
     told = gateway.line.enqueued[-1]
@@ -90,7 +92,9 @@ async def test_distrusted_prediction_has_length_but_no_order(
 
 async def test_submit_rejects_output_that_cannot_meet_its_deadline(ledger: MemoryLedger) -> None:
     gateway = Gateway(ledger, config=replace(CONFIG, refuse_late=True))
-    gateway.requests.on_queue_estimate(session_pb2.QueueEstimate(model="fake", least_tpot_s=0.02))
+    gateway.requests.on_queue_estimates(
+        [session_pb2.QueueEstimate(model="fake", least_tpot_s=0.02)]
+    )
     with pytest.raises(DeadlineUnmeetable, match="output \\(101 tokens at least\\)") as error:
         await gateway.submit(max_tokens=101, timeout_s=1.9)
     assert 0.5 <= (error.value.retry_after_s or 0.0) <= 2.5
@@ -160,8 +164,8 @@ async def test_session_output_is_reported_when_a_request_ends(gateway: Gateway) 
 
 async def test_estimated_wait_follows_the_leaders_estimate(gateway: Gateway) -> None:
     waits = [session_pb2.ClassWait(priority=0, work_tokens=40)]
-    gateway.requests.on_queue_estimate(
-        session_pb2.QueueEstimate(model="fake", waits=waits, tokens_per_s=10.0)
+    gateway.requests.on_queue_estimates(
+        [session_pb2.QueueEstimate(model="fake", waits=waits, tokens_per_s=10.0)]
     )
     for number in range(2):
         await gateway.submit(request_id=str(number))

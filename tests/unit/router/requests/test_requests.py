@@ -617,10 +617,10 @@ async def test_append_answer_applies_only_to_its_own_request(
 async def test_full_queue_rejects_and_leaves_no_entry(
     gateway: Gateway,
 ) -> None:
-    gateway.requests.on_queue_estimate(queue_of(CONFIG.max_queued))
+    gateway.requests.on_queue_estimates([queue_of(CONFIG.max_queued)])
     with pytest.raises(QueueFull):
         await gateway.submit()
-    gateway.requests.on_queue_estimate(queue_of(0))
+    gateway.requests.on_queue_estimates([queue_of(0)])
     live = await gateway.submit()
     gateway.requests.refused(FULL)
     with pytest.raises(QueueFull):
@@ -635,7 +635,7 @@ async def test_accepted_request_is_not_rejected_when_resent(
     """Here, long after its end, or to another gateway, though the queue is full."""
     other = Gateway(gateway.ledger, "other")
     busy = queue_of(CONFIG.max_queued, tokens_per_s=10.0, waits=BUSY.waits)
-    other.requests.on_queue_estimate(busy)
+    other.requests.on_queue_estimates([busy])
     await gateway.submit()
     with pytest.raises(Elsewhere):
         await other.submit()
@@ -662,7 +662,7 @@ async def test_accepted_request_is_not_rejected_when_resent(
 async def test_refusal_reports_its_cause_and_retry_after(
     gateway: Gateway, cause: session_pb2.Refusal, error: type[EverliftError]
 ) -> None:
-    gateway.requests.on_queue_estimate(BUSY)
+    gateway.requests.on_queue_estimates([BUSY])
     live = await gateway.submit()
     gateway.requests.refused(cause)
     with pytest.raises(error) as refused:
@@ -676,7 +676,7 @@ async def test_early_retry_is_refused_before_any_check(
     ledger: MemoryLedger,
 ) -> None:
     gateway = Gateway(ledger, config=replace(CONFIG, retry_burst=0))
-    gateway.requests.on_queue_estimate(BUSY)
+    gateway.requests.on_queue_estimates([BUSY])
     live = await gateway.submit()
     gateway.requests.refused(FULL)
     await until(lambda: live.is_over)
@@ -687,8 +687,15 @@ async def test_early_retry_is_refused_before_any_check(
     await gateway.requests.stop(0.0)
 
 
+async def test_estimate_of_an_earlier_leader_is_dropped(gateway: Gateway) -> None:
+    gateway.requests.on_queue_estimates([queue_of(CONFIG.max_queued)])
+    other = session_pb2.QueueEstimate(model="other")
+    gateway.requests.on_queue_estimates([other])
+    assert await gateway.submit()
+
+
 async def test_higher_class_passes_a_full_queue(gateway: Gateway) -> None:
-    gateway.requests.on_queue_estimate(queue_of(CONFIG.max_queued, lowest=0))
+    gateway.requests.on_queue_estimates([queue_of(CONFIG.max_queued, lowest=0)])
     with pytest.raises(QueueFull):
         await gateway.submit()
     assert await gateway.submit(request_id="high", priority=1)
