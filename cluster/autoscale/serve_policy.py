@@ -26,6 +26,7 @@ from cluster.local.own_ledger import url_file
 from everlift import logs, settings
 from everlift.errors import SettingsError
 from everlift.v1.session_pb2 import ClusterLoad
+from router.ledger.base import LoadReport
 from router.ledger.config import URL_VARIABLE, LedgerConfig
 from router.replaced_workers import replaced_workers
 
@@ -52,6 +53,7 @@ class QueuePolicy:
         self._exchange = LedgerExchange(partial(ledger_config, dict(ledger), Path(state_dir)))
         #: invalid settings that were logged last, so that they are logged only once
         self._refused: Mapping[str, float] = {}
+        self._is_missing = False
         # Serve only drops its reference to a policy when it deploys another one.
         weakref.finalize(self, self._exchange.stop)
 
@@ -59,6 +61,7 @@ class QueuePolicy:
         report = self._exchange.latest()
         load = _of_model(self._model, report.load.models) if report else None
         age_s = report.age_s if report else 0.0
+        self._warn_if_missing(report, load)
         target, now = context.target_num_replicas, time.monotonic()
         config = self._settings(context, load)
         self._autoscaler.configure(config)
@@ -69,6 +72,14 @@ class QueuePolicy:
         self._gauges.show(decision, load or ClusterLoad(), age_s, most)
         self._publish(decision, target, most, now)
         return decision.workers, {}
+
+    def _warn_if_missing(self, report: LoadReport | None, load: ClusterLoad | None) -> None:
+        """Log once that the routers know no model of this name, so that nothing can be decided."""
+        is_missing = report is not None and load is None and len(report.load.models) > 0
+        if is_missing and not self._is_missing:
+            assert report is not None
+            log.error("model unknown", model=self._model, known=sorted(report.load.models))
+        self._is_missing = is_missing
 
     def _settings(self, context: AutoscalingContext, load: ClusterLoad | None) -> AutoscaleConfig:
         bounds = {
