@@ -28,6 +28,7 @@ class VirtualRunner:
     host_load_s = 0.0
     device_kind = DeviceKind.LARGE_GPU
     adapters: Mapping[str, str] = MappingProxyType({})
+    adapter_slots = None
 
     def __init__(self, num_blocks: int, step_time: StepTime) -> None:
         self.num_blocks = num_blocks

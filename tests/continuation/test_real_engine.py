@@ -76,6 +76,7 @@ class Timed:
         self.host_load_s = runner.host_load_s
         self.vocab_size, self.max_model_len = runner.vocab_size, runner.max_model_len
         self.device_kind, self.adapters = runner.device_kind, runner.adapters
+        self.adapter_slots = runner.adapter_slots
         self.unready_slots, self.release, self.close = (
             runner.unready_slots,
             runner.release,

@@ -92,6 +92,7 @@ class Served:
                 RuntimePolicy(_CONFIG, self.gateway.ledger, ()),
                 self.gateway.ledger,
                 lambda _: None,
+                cast("Any", None),
                 self.gateway.models,
             ).handlers(OPEN),
             ChaosServer(self._chaos()).handlers(OPEN),
