@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer
 
@@ -185,6 +186,7 @@ class Churn:
         await asyncio.gather(self._task, return_exceptions=True)
 
 
+@pytest.mark.long
 async def test_loads_and_kills_keep_versions_apart(tmp_path: Path) -> None:
     """Two slots a worker for five versions, of which one replaces another in the middle."""
     directories = {

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -77,6 +78,7 @@ def expected(model: Path, adapters: Iterable[str]) -> dict[int, list[int]]:
     return dict(zip((it.number for it in asked), engine.serve(jobs), strict=True))
 
 
+@pytest.mark.long
 async def test_killed_processes_keep_models_apart(tmp_path: Path) -> None:
     models = {DEMO_MODEL.name: DEMO_MODEL, "other": perturbed(tmp_path / "other")}
     adapters = {

@@ -118,6 +118,7 @@ async def test_autoscaler_follows_queue_from_zero_to_two_workers(tmp_path: Path)
         assert any(before < after == 2 for before, after in changes)
 
 
+@pytest.mark.long
 async def test_autoscaler_scales_only_the_model_with_a_queue(tmp_path: Path) -> None:
     demo = ModelGroup(
         model=str(DEMO_MODEL), worker=WorkerConfig(dtype="float32", num_blocks=256, num_threads=1)
