@@ -28,6 +28,7 @@ from cluster.threads import wait_passively
 from everlift import settings
 from everlift.messages import Submission
 from everlift.options import GenerateOptions, Prompt, submission_message
+from router.requests.served_models import ServedModels
 from worker.config import WorkerConfig
 
 #: Number of choices at the engine at a time, in multiples of its batch. The engine then never lacks
@@ -70,7 +71,7 @@ class LLM:
         self._background = Background(config)
         self._finalizer = weakref.finalize(self, self._background.close)
         try:
-            self._model = self._background.ready()
+            self._models = ServedModels([self._background.ready()])
         except BaseException:
             self.close()
             raise
@@ -159,9 +160,9 @@ class LLM:
             message,
             message.request_id,
             secrets.randbits(63),
-            sampling_defaults=self._model.sampling_defaults,
+            sampling_defaults=self._models.first.sampling_defaults,
         )
-        return Task(self._model.resolve(submission), submission.timeout_s)
+        return Task(self._models.resolve(submission), submission.timeout_s)
 
     def _submit(self, task: Task) -> Future[Completion]:
         done: Future[Completion] = Future()

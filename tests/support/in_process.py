@@ -88,6 +88,8 @@ class Cluster:
     async def add_worker(self, **changes: object) -> Rank:
         rank = Rank(replace(self.worker_config, **changes))  # type: ignore[arg-type]
         info = await rank.start()
+        # A router may have another model's tokenizer, for which the fake workers stand in.
+        info.model = self.router_config.models[0].name
         self.workers.append(rank)
         await self.routers[0].announce(info)
         await until(lambda: self._is_up_everywhere(rank.worker_id))

@@ -30,7 +30,7 @@ async def test_router_loads_and_replaces_predictors_while_running(tmp_path: Path
         assert (await scraped(metrics)).samples["everlift_predictor_trusted",] == 0
         learnt, report = trained("fake", from_lines(lines(mixed(1, 400)), FAKE))
         write(path, learnt)
-        await until(lambda: parts.routers[0]._requests.predictor.trust)
+        await until(lambda: parts.routers[0]._requests.predictors["fake"].trust)
         samples = (await scraped(metrics)).samples
         assert samples["everlift_predictor_trusted",] == 1
         assert samples["everlift_predictor_tau",] == report.all.tau
@@ -38,7 +38,7 @@ async def test_router_loads_and_replaces_predictors_while_running(tmp_path: Path
             await receive(to, [7] * 40, count, **STOP)
         await receive(to, [7] * 40, 9)
         assert coverage((await scraped(metrics)).samples) == {"0.5", "0.9"}
-        first = parts.routers[0]._requests.predictor.trust
+        first = parts.routers[0]._requests.predictors["fake"].trust
         assert first is not None
         for sign, is_trusted in ((-1, False), (1, True)):
             for length in range(500):
@@ -49,7 +49,7 @@ async def test_router_loads_and_replaces_predictors_while_running(tmp_path: Path
         write(path, "{}")
         other, _ = trained("fake", from_lines(lines(mixed(2, 400)), FAKE))
         write(path, other)
-        await until(lambda: parts.routers[0]._requests.predictor.trust is not first)
+        await until(lambda: parts.routers[0]._requests.predictors["fake"].trust is not first)
         assert coverage((await scraped(metrics)).samples) == set()
 
 

@@ -51,10 +51,10 @@ async def test_exchange_reports_replaced_workers_until_activation() -> None:
         new = await connect(config)
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                while exchange.replaced_workers() != 3:
+                while (load := exchange.replaced_load()) is None or load.workers != 3:
                     await asyncio.sleep(0.02)
                 await new.activate()
-                while exchange.replaced_workers() != 0:
+                while exchange.replaced_load() is not None:
                     await asyncio.sleep(0.02)
         finally:
             exchange.stop()

@@ -21,6 +21,7 @@ from router.api.chat_renderer import ChatRenderer
 from router.api.http.event_id import BEGIN, EventId
 from router.api.kserve.v2 import open_inference_pb2, open_inference_pb2_grpc
 from router.chat.conversation import Conversation
+from router.requests.tokenizer import ServedModel
 from router.router import Router
 from tests.support.in_process import ROUTER, WORKER, Cluster, Held, cluster, right_tokens, until
 from tests.support.router.http_client import JSON, Event, Stream, ask, streamed
@@ -304,7 +305,7 @@ async def test_stream_follows_its_request(
 
 
 async def test_chat_follows_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def text(self: ChatRenderer, conversation: Conversation) -> str:
+    async def text(self: ChatRenderer, model: ServedModel, conversation: Conversation) -> str:
         return "hi"
 
     monkeypatch.setattr(ChatRenderer, "_text", text)

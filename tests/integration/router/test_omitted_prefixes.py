@@ -193,7 +193,7 @@ async def test_wrong_salt_does_not_reach_other_prompts(
     """Although the router is wrong about what the worker has for this salt."""
     async with cluster(1, 1, worker_config=FAKE) as parts, AsyncClient(parts.address) as client:
         await turn(client, PROMPT, 8, cache_salt="a")
-        index = parts.routers[0].leader._placement.index
+        index = parts.routers[0].leader._placements["fake"].index
         monkeypatch.setattr(index, "depths", lambda chain: [(3, index.bit(worker_id))])
         worker_id = parts.workers[0].worker_id
         await turn(client, PROMPT, 8, cache_salt="b")
