@@ -36,8 +36,9 @@ class Messages:
     async def _create(self, call: Call, name: str, fields: MessagesFields) -> ASGIApp:
         journal = Journal(call.arrived_at)
         with self._answering.counting_rejections():
+            conversation = await _conversation(fields)
             model = self._models.requested(fields.model)
-            rendered = await self._renderer.render(model, await _conversation(fields))
+            rendered = await self._renderer.render(model, conversation)
             generation = fields.generation
             message = self._answering.chat_message(generation, rendered)
             message.clamp_max_tokens = True

@@ -101,8 +101,9 @@ class Answering:
     async def _chat(self, call: Call, name: str, fields: ChatFields) -> ASGIApp:
         journal = Journal(call.arrived_at)
         with self.counting_rejections():
+            conversation = await chat_conversation(fields)
             model = self._models.requested(fields.model or "")
-            rendered = await self._renderer.render(model, await chat_conversation(fields))
+            rendered = await self._renderer.render(model, conversation)
             message = self.chat_message(fields, rendered)
             is_constrained = message.sampling.HasField("grammar")
             name = self.set_session(call, name, fields, [message])

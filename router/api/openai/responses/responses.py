@@ -253,8 +253,8 @@ class Responses:
         return _Earlier(turns, conversation_id, (), None if is_known else conversation)
 
     async def _render(self, fields: InputTokensFields, earlier: Sequence[Turn]) -> RenderedChat:
-        model = self._models.requested(fields.model or "")
         conversation = await _conversation(fields, earlier)
+        model = self._models.requested(fields.model or "")
         if fields.truncation != "auto":
             return await self._renderer.render(model, conversation)
         return await self._truncated(model, conversation)
