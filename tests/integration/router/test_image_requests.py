@@ -195,6 +195,7 @@ async def test_refusal_names_the_image(
 async def test_images_above_the_limit_are_refused(chats: Cluster) -> None:
     fields = body(PATHS[0], IMAGES[0])
     fields["messages"][0]["content"] *= 5
+    fields["model"] = chats.routers[0]._models.first.name
     answer = await ask(chats.routers[0].http_address, PATHS[0], fields)
     error = answer.json["error"]
     assert (answer.status, error["code"], error["param"]) == (400, "out_of_range", "messages")
