@@ -136,8 +136,9 @@ class Rank:
         self._ray_cluster = ray_cluster
         self._models = models
         self._first_model = first_model or config.name
-        #: change to another model, and the rank that serves it next
+        #: whether this rank replaces one of another model in the same process
         self._is_successor = False
+        #: change to another model, and the rank that serves it next
         self._change: asyncio.Task[None] | None = None
         self._next: Rank | None = None
         self._grammars: GrammarCompiler | NoGrammars | None = None
@@ -300,7 +301,6 @@ class Rank:
         assert self._server is not None and self._sessions is not None
         assert self._thread is not None
         sessions, rendezvous = self._sessions, ""
-        sessions.next_model, sessions.change_error = model, ""
         try:
             successor = self._of_model(model)
             await successor.fetch()

@@ -256,6 +256,7 @@ class Sessions:
             log.warning("change of the model ignored", model=model, router_id=router_id)
             return
         log.info("change of the model ordered", model=model, router_id=router_id)
+        self.next_model, self.change_error = model, ""
         self.on_next_model(model)
 
     def _set_policy(self, message: session_pb2.EnginePolicy) -> None:
