@@ -19,7 +19,7 @@ from everlift.adapters import parse_adapters
 from everlift.address import join_host_port
 from everlift.certificates import server_context
 from everlift.channels import SERVER_OPTIONS
-from everlift.errors import InvalidRequest, LedgerUnavailable, UnknownModel
+from everlift.errors import LedgerUnavailable
 from everlift.transport import Transport, internal
 from everlift.v1 import session_pb2, session_pb2_grpc
 from router import event_loop
@@ -459,10 +459,7 @@ class Router:
     # calls of the deployment
 
     async def announce(self, info: session_pb2.WorkerInfo) -> None:
-        try:
-            self._models.check_worker(info)
-        except UnknownModel as error:
-            raise InvalidRequest(str(error)) from None
+        self._models.check_worker(info)
         await self._heartbeat.announce(info)
 
     def worker_starts(self, start: session_pb2.WorkerStart) -> None:

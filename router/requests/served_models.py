@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from everlift.errors import RouterStopping, SettingsError, UnknownModel
+from everlift.errors import InvalidRequest, RouterStopping, SettingsError, UnknownModel
 from everlift.messages import Request, Submission
 from everlift.v1 import session_pb2
 from router.leader.adapter_catalogue import AdapterEntry
@@ -95,13 +95,6 @@ class ServedModels:
         """Return a submission's request for its model (``ServedModel.resolve``)."""
         return self.requested(submission.model).resolve(submission, turns)
 
-    def with_fingerprint(self, request: Request, *, has_output: bool) -> Request:
-        """Return the request with its model's fingerprint (``ServedModel.with_fingerprint``).
-
-        Raises UnknownModel if its model is no longer served.
-        """
-        return self.of(request).with_fingerprint(request, has_output=has_output)
-
     def assume_limits(self, last: Iterable[session_pb2.WorkerInfo]) -> None:
         """Use the limits of the workers that were connected last, until others are connected."""
         for worker in last:
@@ -114,9 +107,9 @@ class ServedModels:
             model.update_limits([worker for worker in workers if worker.model == model.name])
 
     def check_worker(self, info: session_pb2.WorkerInfo) -> None:
-        """Raise UnknownModel if a worker serves a model that is not the cluster's."""
+        """Raise InvalidRequest if a worker serves a model that is not the cluster's."""
         if info.model not in self._by_name:
             served = " or ".join(map(repr, self._by_name))
-            raise UnknownModel(
+            raise InvalidRequest(
                 f"worker {info.worker_id} has the model {info.model!r}; the cluster serves {served}"
             )

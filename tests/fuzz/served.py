@@ -94,6 +94,7 @@ class Served:
                 lambda _: None,
                 cast("Any", None),
                 self.gateway.models,
+                lambda _: False,
             ).handlers(OPEN),
             ChaosServer(self._chaos()).handlers(OPEN),
             *ReflectionServer(["everlift.v1.Inference"]).handlers(),

@@ -40,7 +40,7 @@ class AdminServer:
         view: Callable[[str], WorkerView | None],
         adapters: Adapters,
         models: ServedModels,
-        is_scaled: Callable[[str], bool] = lambda model: False,
+        is_scaled: Callable[[str], bool],
     ) -> None:
         """Create the server.
 

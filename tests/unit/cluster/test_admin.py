@@ -124,7 +124,9 @@ async def router() -> AsyncIterator[Router]:
     runtime_policy = RuntimePolicy(CONFIG, ledger, (), (), [models])
     links: Any = sessions
     adapters = Adapters(models, runtime_policy, links)
-    admin = AdminServer(links, runtime_policy, ledger, lambda _: None, adapters, models)
+    admin = AdminServer(
+        links, runtime_policy, ledger, lambda _: None, adapters, models, lambda _: False
+    )
     server.add_generic_rpc_handlers((admin.handlers(OPEN),))
     inference_pb2_grpc.add_InferenceServicer_to_server(status, server)
     port = server.add_insecure_port("127.0.0.1:0")

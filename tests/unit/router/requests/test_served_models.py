@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from everlift.errors import SettingsError, UnknownModel
+from everlift.errors import InvalidRequest, SettingsError, UnknownModel
 from everlift.messages import Submission
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1.session_pb2 import WorkerInfo
@@ -74,7 +74,7 @@ def test_served_models_keep_limits_and_fingerprints_apart() -> None:
     assert (big.fingerprint, small.fingerprint) == ("big", "small")
     for worker in workers:
         models.check_worker(worker)
-    with pytest.raises(UnknownModel, match=r"worker w has the model 'x'; .* 'big' or 'small'"):
+    with pytest.raises(InvalidRequest, match=r"worker w has the model 'x'; .* 'big' or 'small'"):
         models.check_worker(WorkerInfo(worker_id="w", model="x"))
 
 
@@ -83,7 +83,7 @@ def test_served_models_refuse_a_model_that_is_gone() -> None:
     request = replace(models.resolve(submission("s")), model="gone")
     assert models.find(request) is None
     with pytest.raises(UnknownModel, match="'gone' is no longer served"):
-        models.with_fingerprint(request, has_output=False)
+        models.of(request)
 
 
 def test_served_models_refuse_a_name_of_two_models() -> None:
