@@ -29,7 +29,10 @@ def load(
         ),
     ],
     model: Annotated[
-        str, typer.Option(help="Model of the adapter. Default: the cluster's first one.")
+        str,
+        typer.Option(
+            help="Model of the adapter. Default: that of its present version, or the first."
+        ),
     ] = "",
     address: Address = None,
 ) -> None:

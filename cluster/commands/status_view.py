@@ -32,7 +32,7 @@ def show(status: pb.GetStatusResponse, rates: Rates | None = None, now: float = 
     for worker in status.workers:
         names = [escape(worker.model)] if has_models else []
         table.add_row(*_cells(worker, _tokens(worker, rates, now)), *names)
-    models = [_models(status)] if len(status.models) > 1 else []
+    models = [_models(status)] if has_models else []
     return Group(*models, table, _engines(status), *_adapters(status), _counters(status))
 
 
@@ -117,9 +117,10 @@ def _state(worker: pb.WorkerStatus) -> str:
 
 def _counters(status: pb.GetStatusResponse) -> Text:
     missing = f"workers {status.missing_workers}\n" if status.missing_workers else ""
+    model = "" if len(status.models) > 1 else f"model {status.model}   "
     return Text(
         f"{missing}"
-        f"model {status.model}   leader {status.leader[:8] or 'none'}{_engine_policy(status)}\n"
+        f"{model}leader {status.leader[:8] or 'none'}{_engine_policy(status)}\n"
         f"queue {status.queued}   running {status.running}   completed {status.completed}   "
         f"failed {status.failed}   migrated {status.migrated}   "
         f"output tokens {status.output_tokens}\n"

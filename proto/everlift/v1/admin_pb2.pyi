@@ -30,7 +30,7 @@ class LoadAdapterRequest(google.protobuf.message.Message):
     source: builtins.str
     """Directory below worker.adapter_dir at the workers, or hub id with an optional @REVISION."""
     model: builtins.str
-    """model of the adapter; empty: the cluster's first model"""
+    """model of the adapter; empty: that of its present version, or else the first one"""
     def __init__(
         self,
         *,
