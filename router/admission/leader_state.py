@@ -51,7 +51,7 @@ class LeaderState:
         self._occupants = occupants
         self._fair_share = fair_share
         self._queues: dict[str, ModelQueue] = {}
-        #: the model whose queue is served first, as an index that grows with each turn
+        #: index of the queue that is served first; the next one takes its place at each call
         self._turn = 0
         # After two heartbeats every gateway has asked twice which router leads.
         self.handover = QueueHandover(now, timeout_s=2 * config.heartbeat)

@@ -576,6 +576,7 @@ class Leader:
         for number, (model, settings) in enumerate(self.autoscale.items()):
             load.models[model].autoscale.update(settings)
             if number == 0:
+                # Those of the main model's workers are also those of the routers.
                 load.autoscale.update(settings)
         return load
 

@@ -229,10 +229,10 @@ class ServedModel:
     ``directory`` is None for the fake model. ``sampling_defaults`` apply to parameters that a
     request does not set. ``aliases`` are further names that clients may use. ``adapters`` has the
     sources of the model's LoRA adapters, by name: those of the settings and those that operators
-    have loaded. With ``clamps_max_tokens``, the
-    max_tokens of every request is lowered to the part of the context that the prompt leaves free.
-    With ``computes_chunks``, requests have the ids of their prompts' chunks. ``max_images`` and
-    ``max_image_bytes`` limit the images of a request; workers may take fewer.
+    have loaded. With ``clamps_max_tokens``, the max_tokens of every request is lowered to the part
+    of the context that the prompt leaves free. With ``computes_chunks``, requests have the ids of
+    their prompts' chunks. ``max_images`` and ``max_image_bytes`` limit the images of a request;
+    workers may take fewer.
     """
 
     name: str
@@ -422,10 +422,10 @@ class ServedModel:
 
         ``has_output`` states whether the request has output already. If not, it also gets the
         present version of its adapter. Otherwise it keeps its version: workers that load adapters
-        at run time load that one. Raises UnknownModel if the request is for an
-        adapter that is no longer served, or if its output was generated under another fingerprint,
-        that is, with other weights, another tokenizer or other settings. A fingerprint that is not
-        known yet matches every other one.
+        at run time load that one. Raises UnknownModel if the request is for an adapter that is no
+        longer served, or if its output was generated under another fingerprint, that is, with other
+        weights, another tokenizer or other settings. A fingerprint that is not known yet matches
+        every other one.
         """
         request = self._with_adapter(request, has_output=has_output)
         if self.fingerprint in ("", request.fingerprint):

@@ -53,8 +53,8 @@ class Limits:
     while others are in the batch. All sessions together retain at most ``max_retained_blocks`` free
     blocks, and each session for ``session_retention_s`` seconds. ``adapters`` has the digests of
     the LoRA adapters that the engine was started with, by name, and it has up to
-    ``num_adapter_slots`` adapters in memory (0: it serves just those). A request may
-    have ``max_images`` images.
+    ``num_adapter_slots`` adapters in memory (0: it serves just those). A request may have
+    ``max_images`` images.
     """
 
     num_blocks: int

@@ -38,9 +38,9 @@ class Admission:
     """Sequence that occupies batch slot ``slot`` from this step on, in place of any other.
 
     ``tokens`` are its prompt, of ``num_prompt`` tokens, and its output so far. ``choice`` is the
-    index of the choice within its request. ``adapter`` is the digest of the LoRA adapter with
-    which it is computed (empty: none). ``grammar`` is the compiled ``sampling.grammar`` on rank
-    0; it is None on other ranks, which sample nothing, and if there is no grammar.
+    index of the choice within its request. ``adapter`` is the digest of the LoRA adapter with which
+    it is computed (empty: none). ``grammar`` is the compiled ``sampling.grammar`` on rank 0; it is
+    None on other ranks, which sample nothing, and if there is no grammar.
     """
 
     slot: int

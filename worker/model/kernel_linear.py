@@ -26,21 +26,21 @@ from worker.model.quantised import Block, Quantised
 from worker.model.spec import Activation, UnsupportedModel
 from worker.model.weight_format import WeightFormat
 
-#: Number of inputs that a product of matrices reads at least: of 4-bit codes, of other codes, and
-#: of activations in FP8.
+#: Minimum number of inputs of one tl.dot: with 4-bit codes, with other codes, and with activations
+#: in FP8.
 _WORDS, _LEAST_INPUTS, _LEAST_FP8 = 16, 16, 32
 _MOST_INPUTS = 128
 #: Largest number of bytes of codes that are reordered together, because it takes several times as
 #: much memory.
 _REORDERED_BYTES = 1 << 20
 _SUM_BLOCK = 1024
-#: Number of programs for each multiprocessor that hide the latency of the memory, and of blocks of
-#: inputs that a program adds up at least.
+#: Number of programs per multiprocessor that hides the latency of memory, and minimum number of
+#: blocks of inputs per program. Both limit the number of splits.
 _PROGRAMS, _BLOCKS = 4, 4
 _MOST_SPLITS = 16
 #: Largest number of tiles with different rows whose inputs are split.
 _MOST_SPLIT_TILES = 4
-#: Outputs and rows of products that are compared with torch's.
+#: Number of outputs, and numbers of rows, of the products that are compared with torch's.
 _TRIED_OUTPUTS, _TRIED_ROWS = 96, (1, 40, 70)
 
 
@@ -73,7 +73,7 @@ class Operand:
     #: length of a group, or 0 if there is one group
     group: int = 0
     skipped: int = 0
-    #: largest number of inputs, a power of two, that a product of matrices may read
+    #: maximum number of inputs of one tl.dot, a power of two, so that they share a scale
     together: int = _MOST_INPUTS
 
     def tile_for(self, rows: int, dtype: torch.dtype) -> Tile:
