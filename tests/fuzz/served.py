@@ -27,6 +27,7 @@ from everlift.messages import Request
 from everlift.transport import GRPC
 from everlift.v1 import chaos_pb2
 from everlift.v1 import inference_pb2 as pb
+from router.api.adapters import Adapters
 from router.api.anthropic.messages import Messages
 from router.api.chat_renderer import ChatRenderer
 from router.api.grpc.admin_server import AdminServer, ChaosServer
@@ -34,6 +35,7 @@ from router.api.grpc.health_server import ReflectionServer
 from router.api.grpc.inference_server import InferenceServer
 from router.api.http_api import Api
 from router.api.kserve.server import KserveServer
+from router.api.openai.adapters import AdapterPaths
 from router.api.openai.answering import Answering
 from router.api.openai.batches.batches import Batches
 from router.api.openai.batches.stored import StoredBatches
@@ -84,15 +86,18 @@ class Served:
         inference = Inference(
             self.gateway.requests, self.gateway.models, GRPC, Traces(self.gateway.ledger)
         )
+        policy = RuntimePolicy(_CONFIG, self.gateway.ledger, ())
+        workers = cast("Any", _NoWorkers())
+        self._adapters = Adapters(self.gateway.models, policy, workers)
         self._handlers = (
             InferenceServer(inference, cast("Any", _OfNothing())).handlers(OPEN),
             KserveServer(inference, self.gateway.requests, self.gateway.models).handlers(OPEN),
             AdminServer(
-                cast("Any", _NoWorkers()),
-                RuntimePolicy(_CONFIG, self.gateway.ledger, ()),
+                workers,
+                policy,
                 self.gateway.ledger,
                 lambda _: None,
-                cast("Any", None),
+                self._adapters,
                 self.gateway.models,
                 lambda _: False,
             ).handlers(OPEN),
@@ -127,6 +132,7 @@ class Served:
             models,
             self.gateway.requests,
             MetricsServer(CollectorRegistry()),
+            AdapterPaths(self._adapters),
             MAX_MESSAGE_BYTES,
             files=Files(files, batches, ledger),
             batches=Batches(batches, files, ledger, lambda: None),

@@ -217,6 +217,8 @@ BODIES: dict[str, tuple[dict[str, Any], ...]] = {
     "/v1/messages/count_tokens": (COUNTED,),
     "/v1/conversations": (CONVERSATION, {"metadata": {}}),
     "/v1/batches": (BATCH,),
+    "/v1/load_lora_adapter": ({"lora_name": "sql", "lora_path": "/adapters/sql", "model": "fake"},),
+    "/v1/unload_lora_adapter": ({"lora_name": "sql"},),
     "/tokenize": (TOKENIZED, {"messages": PLAIN_CHAT["messages"]}),
     "/detokenize": (DETOKENIZED,),
 }
@@ -233,6 +235,8 @@ _KINDS: dict[str, type[Fields]] = {
     "/v1/messages/count_tokens": CountTokensFields,
     "/v1/conversations": ConversationFields,
     "/v1/batches": BatchFields,
+    "/v1/load_lora_adapter": fields.LoadAdapterFields,
+    "/v1/unload_lora_adapter": fields.UnloadAdapterFields,
     "/tokenize": fields.TokenizeFields,
     "/detokenize": fields.DetokenizeFields,
 }
