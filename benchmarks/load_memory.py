@@ -29,7 +29,7 @@ from benchmarks import report
 from tests.support.worker.weights_support import Rank
 from worker.model import weights
 from worker.model.decoder import Decoder
-from worker.model.families import read_spec
+from worker.model.huggingface.families import read_spec
 from worker.model.layers import Placement
 from worker.model.precompile import choose_packing
 

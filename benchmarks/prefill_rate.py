@@ -51,7 +51,7 @@ def _measure(model: Path, threads: int) -> Rate:
 
     from worker.config import WorkerConfig
     from worker.device.device import choose_dtype
-    from worker.model.families import read_spec
+    from worker.model.huggingface.families import read_spec
     from worker.model.precompile import choose_packing
     from worker.runner.build import weights_dtype
 

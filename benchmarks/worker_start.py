@@ -50,7 +50,7 @@ from tests.support.worker.weights_support import Rank
 from worker.config import WorkerConfig
 from worker.model import weights
 from worker.model.decoder import Decoder
-from worker.model.families import read_spec
+from worker.model.huggingface.families import read_spec
 from worker.model.layers import Placement
 
 _PARTS = ("process_s", "fetch_s", "meet_s", "import_s", "load_s", "serve_s")

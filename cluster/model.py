@@ -91,7 +91,7 @@ def check_adapters(texts: Iterable[str], directory: Path, engine: str) -> None:
     or are not supported by ``engine``.
     """
     from worker.model.adapters import NO_ADAPTERS, BadAdapter, adapted_linears, read_adapters
-    from worker.model.families import read_spec
+    from worker.model.huggingface.families import read_spec
     from worker.model.spec import UnsupportedArchitecture
 
     for adapter in read_adapters(texts, directory):
@@ -109,7 +109,7 @@ def _check_supported(directory: Path, num_ranks: int) -> None:
     Called before routers and workers start, so that the user sees this error, and not a router's
     error about a missing tokenizer, for example.
     """
-    from worker.model.families import read_spec
+    from worker.model.huggingface.families import read_spec
     from worker.model.spec import UnsupportedArchitecture, UnsupportedModel
 
     try:
@@ -117,7 +117,7 @@ def _check_supported(directory: Path, num_ranks: int) -> None:
             read_spec(directory)
         except UnsupportedArchitecture:
             # Imported here because it takes seconds, and few models need it.
-            from worker.model.transformers_loading import check_config
+            from worker.model.transformers.loading import check_config
 
             check_config(directory, num_ranks)
     except UnsupportedModel as error:

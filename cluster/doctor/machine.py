@@ -151,7 +151,7 @@ def _cpu_kernels(groups: Sequence[WorkerGroup], group: WorkerGroup) -> Finding:
 
     from worker.attention.choice import check_cache_dtype
     from worker.device.device import choose_dtype
-    from worker.model.families import read_spec
+    from worker.model.huggingface.families import read_spec
     from worker.model.precompile import describe_kernels
     from worker.native import native
     from worker.runner.build import quantised_dtype, weights_dtype

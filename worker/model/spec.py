@@ -1,7 +1,7 @@
 """Specification of a model for the decoder, without torch and without family names.
 
-Families differ only in the values of its fields; ``families.py`` sets them from ``config.json``,
-and refuses a model that the decoder does not support.
+Families differ only in the values of its fields; ``huggingface/families.py`` sets them from
+``config.json``, and refuses a model that the decoder does not support.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from worker.model.checkpoint import BadCheckpoint, StoredTensor, read_tensors, s
 from worker.model.decoder import Decoder
 from worker.model.filling import Filler, Read, read_exactly
 from worker.model.gguf_weights import GgufStoredTensor, gguf_reading, read_gguf_tensors
-from worker.model.hf_config import HfConfig
+from worker.model.huggingface.config import HfConfig
 from worker.model.piece import Piece
 from worker.model.sharing import Run
 from worker.model.spec import ModelSpec

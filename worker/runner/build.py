@@ -24,7 +24,7 @@ from worker.model.adapter_weights import load_adapters
 from worker.model.adapters import NO_ADAPTERS
 from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.decoder import Decoder
-from worker.model.families import read_spec
+from worker.model.huggingface.families import read_spec
 from worker.model.layers import Placement
 from worker.model.mixture import Mixture
 from worker.model.onednn import bound_caches
@@ -136,7 +136,7 @@ def spec_of(config: WorkerConfig, directory: Path) -> ModelSpec | None:
         spec = read_spec(directory)
     except UnsupportedArchitecture:
         # Imported late, because the import takes seconds and most models do not need it.
-        from worker.model.transformers_loading import check_config
+        from worker.model.transformers.loading import check_config
 
         check_config(directory, config.tensor_parallel)
         return None
@@ -289,7 +289,7 @@ def _kernel_packing(device: torch.device) -> KernelPacking:
 
 
 def _load_with_transformers(config: WorkerConfig, directory: Path, place: Placement) -> LoadedModel:
-    from worker.model.transformers_loading import load_decoder
+    from worker.model.transformers.loading import load_decoder
 
     if config.num_adapter_slots:
         raise UnsupportedModel(NO_ADAPTERS)

@@ -12,7 +12,7 @@ from everlift.adapters import AdapterSource
 from everlift.v1 import session_pb2
 from worker.config import WorkerConfig
 from worker.model.adapters import NO_ADAPTERS, BadAdapter, adapted_linears, read_adapter
-from worker.model.families import read_spec
+from worker.model.huggingface.families import read_spec
 from worker.model.spec import UnsupportedArchitecture
 
 

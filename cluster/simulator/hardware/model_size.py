@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from cluster.errors import ForecastFailed
-from worker.model.families import read_spec
+from worker.model.huggingface.families import read_spec
 from worker.model.spec import UnsupportedModel
 
 

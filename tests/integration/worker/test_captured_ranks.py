@@ -16,7 +16,7 @@ from worker.config import WorkerConfig
 from worker.device.kv_cache import KVCache
 from worker.model import dummy
 from worker.model.decoder import Decoder
-from worker.model.families import read_spec
+from worker.model.huggingface.families import read_spec
 from worker.model.layers import Placement
 from worker.parallel.group import Group
 from worker.runner import assembly

@@ -25,7 +25,7 @@ from tests.support.worker.peft_adapters import NUMBERS, peft_model, save_adapter
 from tests.support.worker.quantised_files import FORMATS, save_quantised
 from worker.model.adapter_weights import packed_adapter
 from worker.model.adapters import read_adapters
-from worker.model.families import read_spec
+from worker.model.huggingface.families import read_spec
 from worker.model.lora import LinearAdapters
 from worker.model.stack import CompiledStack
 

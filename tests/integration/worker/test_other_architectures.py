@@ -23,9 +23,9 @@ from worker.attention.choice import choose_attention
 from worker.config import WorkerConfig
 from worker.model.layers import Placement
 from worker.model.spec import UnsupportedModel
-from worker.model.transformers_decoder import TransformersDecoder
-from worker.model.transformers_loading import load_decoder
-from worker.model.transformers_survey import MaskFunction, Unservable, window_of
+from worker.model.transformers.decoder import TransformersDecoder
+from worker.model.transformers.loading import load_decoder
+from worker.model.transformers.survey import MaskFunction, Unservable, window_of
 from worker.model.weights import BadCheckpoint
 from worker.parallel.group import Group
 from worker.runner.build import build_runner

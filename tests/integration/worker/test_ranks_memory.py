@@ -28,7 +28,7 @@ from tests.support.worker.worker_support import Collected
 from worker.config import Speculation
 from worker.model import dummy
 from worker.model.decoder import Decoder
-from worker.model.families import read_spec
+from worker.model.huggingface.families import read_spec
 from worker.model.layers import ColumnLinear, Placement, RmsNorm, RowLinear, VocabTable
 from worker.parallel import group as group_module
 from worker.parallel.group import Group, _CollectiveGroup, _SharedMemoryGroup

@@ -18,7 +18,7 @@ from worker.model import weights
 from worker.model.adapter_weights import load_adapters
 from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.decoder import Decoder
-from worker.model.families import read_spec
+from worker.model.huggingface.families import read_spec
 from worker.model.layers import Placement
 from worker.model.matrix import Packing
 from worker.model.sharing import local_kv_heads

@@ -23,7 +23,7 @@ from tests.support.worker.sampling_support import FakeGrammar, FakeMatcher, admi
 from tests.support.worker.torch_engine import Job, TorchEngine, greedy_jobs
 from worker.config import Speculation, WorkerConfig
 from worker.engine.plan import Admission, Plan, Row, RowResult, Rows
-from worker.model.families import read_spec
+from worker.model.huggingface.families import read_spec
 from worker.parallel.group import Group, init_group, join_store
 from worker.runner.build import build_runner
 

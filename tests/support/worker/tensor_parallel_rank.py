@@ -26,7 +26,7 @@ from tests.support.worker.sampled_jobs import sampled_jobs
 from tests.support.worker.tensor_parallel_worker import NUM_BLOCKS
 from tests.support.worker.torch_engine import TorchEngine, greedy_jobs
 from worker.model.decoder import Decoder
-from worker.model.families import read_spec
+from worker.model.huggingface.families import read_spec
 from worker.model.layers import Placement
 from worker.parallel import collectives
 from worker.parallel.group import Group, init_group, join_store

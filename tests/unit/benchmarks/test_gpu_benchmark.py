@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.gpu import gpu, gpu_kernels, gpu_parts
 from benchmarks.gpu.gpu_shapes import SHAPES, Ceiling
-from worker.model.families import read_spec
+from worker.model.huggingface.families import read_spec
 
 LLAMA, TINY = SHAPES["llama-8b"], SHAPES["tiny"]
 

@@ -30,7 +30,7 @@ from router.requests import tokenizer as model_module
 from router.requests.served_models import ServedModels
 from router.requests.tokenizer import HuggingFaceTokenizer, ServedModel
 from tests.support.images import png, png_header
-from worker.model.families import read_spec
+from worker.model.huggingface.families import read_spec
 
 #: As Qwen2.5's model cards have it, of a smaller model.
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}

@@ -20,7 +20,7 @@ from everlift.settings import load
 from tests.support.worker.decoder_steps import SteppedDecoder
 from tests.support.worker.lora_files import write_adapter
 from worker.model.adapters import AdaptedLinear, BadAdapter, adapted_linears, read_adapters
-from worker.model.families import read_spec
+from worker.model.huggingface.families import read_spec
 
 VLLM = {"engine": "vllm"}
 

@@ -11,7 +11,7 @@ from tests.support.worker.llama_support import save_llama
 from tests.support.worker.weights_support import Rank
 from worker.model.decoder import Decoder
 from worker.model.dummy import fill
-from worker.model.families import read_spec
+from worker.model.huggingface.families import read_spec
 from worker.model.layers import Placement
 from worker.model.piece import Piece
 from worker.parallel.group import Group

@@ -17,7 +17,7 @@ from tests.support.worker.llama_support import load_llama, save_llama
 from tests.support.worker.weights_support import Pieces, Rank
 from worker.model.checkpoint import BadCheckpoint
 from worker.model.decoder import Decoder
-from worker.model.families import read_spec
+from worker.model.huggingface.families import read_spec
 from worker.model.layers import Placement
 from worker.model.piece import Piece
 from worker.model.weights import load

@@ -14,7 +14,7 @@ from tests.support.worker.llama_support import save_llama
 from tests.support.worker.packings import panels_or_skip
 from worker.model import dummy
 from worker.model.decoder import Decoder
-from worker.model.families import read_spec
+from worker.model.huggingface.families import read_spec
 from worker.model.layers import Placement
 from worker.model.matrix import Form, Matrix, Packing, are_close
 from worker.model.onednn import OneDnn, OneDnnPacking, padded_rows

@@ -38,9 +38,9 @@ from tests.support.worker.quantised_files import (
 )
 from worker.model.checkpoint import BadCheckpoint
 from worker.model.decoder import Decoder
-from worker.model.families import read_spec
-from worker.model.hf_config import HfConfig
-from worker.model.hf_quantization import read_format
+from worker.model.huggingface.config import HfConfig
+from worker.model.huggingface.families import read_spec
+from worker.model.huggingface.quantization import read_format
 from worker.model.kernel_linear import KernelLinear, KernelPacking
 from worker.model.layers import Placement
 from worker.model.matrix import Matrix, Plain, are_close

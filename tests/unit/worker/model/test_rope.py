@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from worker.config import WorkerConfig
 from worker.model.decoder import Decoder
-from worker.model.families import read_spec
+from worker.model.huggingface.families import read_spec
 from worker.model.rope import RotaryTable, rotate
 from worker.model.spec import Rope
 from worker.parallel.group import Group

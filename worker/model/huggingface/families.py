@@ -11,9 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-from worker.model.hf_config import HfConfig, Json
-from worker.model.hf_quantization import read_format
-from worker.model.hf_rope import DEFAULT_THETA, read_rope, rope_of, rope_parameters, rope_type
+from worker.model.huggingface.config import HfConfig, Json
+from worker.model.huggingface.quantization import read_format
+from worker.model.huggingface.rope import (
+    DEFAULT_THETA,
+    read_rope,
+    rope_of,
+    rope_parameters,
+    rope_type,
+)
 from worker.model.spec import (
     Activation,
     Experts,

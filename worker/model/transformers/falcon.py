@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import FalconConfig, FalconForCausalLM
 from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
 
-from worker.model.transformers_attention import PAGED, SURVEY, attention_forward
+from worker.model.transformers.attention import PAGED, SURVEY, attention_forward
 
 
 class InterfacedFalcon(FalconForCausalLM):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from worker.model.families import ARCHITECTURES, read_spec
+from worker.model.huggingface.families import ARCHITECTURES, read_spec
 from worker.model.spec import (
     LayerSpec,
     LinearScaling,

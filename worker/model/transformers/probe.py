@@ -25,8 +25,8 @@ from worker.attention.backend import AttentionBackend
 from worker.device.kv_cache import KVCache
 from worker.engine.plan import Ints, Row, Rows
 from worker.model.layers import Placement
-from worker.model.transformers_decoder import TransformersDecoder
-from worker.model.transformers_survey import Unservable
+from worker.model.transformers.decoder import TransformersDecoder
+from worker.model.transformers.survey import Unservable
 
 #: Bounds of the steps in the prompt and in the other sequence; the prompt's chunks end at _CHUNKS.
 _CUTS = (0, 20, 37, 38, 39, 40)

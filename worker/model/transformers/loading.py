@@ -21,13 +21,13 @@ from transformers.utils import logging
 from worker.attention.backend import AttentionBackend
 from worker.device.kv_cache import KVCache
 from worker.model.checkpoint import BadCheckpoint, some
-from worker.model.families import ARCHITECTURES
-from worker.model.hf_config import HfConfig
+from worker.model.huggingface.config import HfConfig
+from worker.model.huggingface.families import ARCHITECTURES
 from worker.model.layers import Placement
 from worker.model.spec import UnsupportedModel
-from worker.model.transformers_decoder import TransformersDecoder
-from worker.model.transformers_probe import Probe
-from worker.model.transformers_survey import Unservable, survey
+from worker.model.transformers.decoder import TransformersDecoder
+from worker.model.transformers.probe import Probe
+from worker.model.transformers.survey import Unservable, survey
 
 _ALSO_SUPPORTED = (
     "and on one rank any causal language model of transformers that computes all of its attention "
@@ -135,7 +135,7 @@ def _max_position(config: PreTrainedConfig, otherwise: int | None) -> int:
 
 def _class_for(config: PreTrainedConfig) -> type[PreTrainedModel]:
     if config.model_type == "falcon":
-        from worker.model.transformers_falcon import InterfacedFalcon
+        from worker.model.transformers.falcon import InterfacedFalcon
 
         return InterfacedFalcon
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]

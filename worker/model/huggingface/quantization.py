@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from worker.model.hf_config import HfConfig
+from worker.model.huggingface.config import HfConfig
 from worker.model.spec import UnsupportedModel
 from worker.model.weight_format import Arrangement, CodeType, WeightFormat
 

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging
 
-from worker.model.families import read_spec
+from worker.model.huggingface.families import read_spec
 from worker.model.spec import (
     Experts,
     LinearScaling,

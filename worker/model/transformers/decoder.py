@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from worker.attention.backend import StepAttention
 from worker.engine.plan import Ints
-from worker.model.transformers_attention import PAGED, PagedAttend, use_attention
-from worker.model.transformers_survey import Survey
+from worker.model.transformers.attention import PAGED, PagedAttend, use_attention
+from worker.model.transformers.survey import Survey
 
 
 class Output(NamedTuple):

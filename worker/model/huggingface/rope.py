@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from worker.model.hf_config import HfConfig
+from worker.model.huggingface.config import HfConfig
 from worker.model.spec import (
     LinearScaling,
     Llama3Scaling,

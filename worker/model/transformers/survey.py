@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from worker.attention.backend import AttentionForm
-from worker.model.transformers_attention import (
+from worker.model.transformers.attention import (
     SURVEY,
     Call,
     PagedLayer,

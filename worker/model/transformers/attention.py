@@ -5,7 +5,7 @@ model that is set to this name passes its queries, keys and values to the functi
 registers one function under two names. Its calls are computed by the Attend that the context
 manager ``use_attention`` has set.
 
-    SURVEY   masks carry the size of their window (transformers_survey.py); nothing is attended to
+    SURVEY   masks carry the size of their window (survey.py); nothing is attended to
     PAGED    no masks; keys and values go to the paged KV cache, and attention runs over it
 """
 
