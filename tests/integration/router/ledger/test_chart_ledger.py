@@ -58,7 +58,7 @@ def port(release: Rendered, tmp_path: Path) -> Iterator[int]:
 
 
 def test_chart_router_acl_matches_ledger_readme(release: Rendered) -> None:
-    readme = (Path(__file__).parents[3] / "router" / "ledger" / "README.md").read_text()
+    readme = (Path(__file__).parents[4] / "router" / "ledger" / "README.md").read_text()
     [least] = re.findall(r"user everlift on >PASSWORD ~everlift:\* (.*?)\n\n", readme, re.DOTALL)
     script = release.the("ConfigMap")["data"]["start.sh"]
     [line] = re.findall(r'echo "user everlift on (.*?)\n[^\n]*# Commands that', script, re.DOTALL)
