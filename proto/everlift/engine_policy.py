@@ -1,4 +1,4 @@
-"""Names of the engine's scheduling policies (see worker/README.md). Pure."""
+"""Names of the engine's scheduling policies (see worker/engine/README.md). Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Service of other tenants while a tenant's request waits: at most what router/README.md states.
+"""Bound of router/admission/README.md on the service of others while a tenant's request waits.
 
 Tenants come and go. Running requests receive a token per step, and may be queued again.
 """

@@ -111,7 +111,7 @@ def _refusal(error: BaseException) -> str:
         if isinstance(cause, NoPermissionError):
             return (
                 f"the ledger's server does not permit our user {_command(cause)}; see the user's"
-                " rule in README.md"
+                " rule in router/ledger/README.md"
             )
         if isinstance(cause, ssl.SSLCertVerificationError):
             return f"the certificate of the ledger's server is invalid: {cause.verify_message}"

@@ -231,7 +231,8 @@ _PREDICTIONS = (
         "gauge",
         "",
         "1 while predicted output lengths are trusted. 0 without a model or while its tau is too "
-        "low; the orders shortest, ranked and hrrn then treat new requests as fifo does.",
+        "low; in the second case, the orders shortest, ranked and hrrn treat new requests as "
+        "fifo does.",
         ("model",),
     ),
     Metric(

@@ -31,7 +31,6 @@ BLOCKS = [
     )
     # Some are of other clients.
     if path != "README.md" or "from everlift " in block
-    if "google.rpc" not in block
 ]
 
 
