@@ -37,6 +37,7 @@ from cluster.commands import (
     simulate,
     tokens,
 )
+from cluster.commands.model_change import ModelChange
 from cluster.commands.status_view import show
 from cluster.connection import Address, connected
 from cluster.errors import (
@@ -51,7 +52,7 @@ from cluster.explain import command as explaining
 from cluster.prediction import command as predicting
 from cluster.verify import command as verifying
 from everlift import AsyncClient, EverliftError, Stream
-from everlift.errors import InvalidRequest, SettingsError
+from everlift.errors import SettingsError
 from everlift.explanation import state_name
 from router.console.rates import Rates
 from router.ledger.config import URL_VARIABLE, LedgerSetupError
@@ -441,20 +442,20 @@ async def _drain(address: str | None, worker: str, wait: bool) -> None:
 
 async def _change_model(address: str | None, worker: str, model: str, wait: bool) -> None:
     async with connected(address) as client:
-        before = {it.worker_id for it in (await client.status()).workers}
+        before = (await client.status()).workers
         answer = await client.change_model(worker, model)
         typer.echo(
             f"{answer.worker_id} changes to {answer.model}: it returns {answer.num_running} "
             "sequences"
         )
-        while wait:
-            for it in (await client.status()).workers:
-                if it.alive and it.model == answer.model and it.worker_id not in before:
-                    typer.echo(f"joined as {it.worker_id}")
-                    return
-                if it.worker_id == answer.worker_id and it.change_error:
-                    raise InvalidRequest(f"the worker still serves {it.model}: {it.change_error}")
+        if not wait:
+            return
+        changing = next(it for it in before if it.worker_id == answer.worker_id)
+        known = frozenset(it.worker_id for it in before)
+        change = ModelChange(changing, answer.model, known)
+        while not (joined := change.joined(await client.status())):
             await asyncio.sleep(_POLL_S)
+        typer.echo(f"joined as {joined}")
 
 
 async def _capacity(address: str | None, as_json: bool) -> None:

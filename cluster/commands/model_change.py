@@ -1,0 +1,47 @@
+"""Progress of a worker's change to another model, as the status of the cluster shows it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everlift.errors import InvalidRequest
+from everlift.v1 import inference_pb2 as pb
+
+
+@dataclass(frozen=True)
+class ModelChange:
+    """Change of a worker's model, which ends when its process joins again as another worker.
+
+    ``worker`` is the worker's status before the change, ``known`` are the ids of all workers then.
+    """
+
+    worker: pb.WorkerStatus
+    model: str
+    known: frozenset[str]
+
+    def joined(self, status: pb.GetStatusResponse) -> str:
+        """Return the id with which the worker has joined again, or "" while it has not.
+
+        Raises InvalidRequest if it still serves its model, or if another process on its machine
+        has started in its place.
+        """
+        for it in status.workers:
+            if it.worker_id == self.worker.worker_id and it.change_error:
+                raise InvalidRequest(f"the worker still serves {it.model}: {it.change_error}")
+        joined = [it for it in status.workers if it.alive and it.worker_id not in self.known]
+        here = [it for it in joined if _host(it) == _host(self.worker)]
+        for it in here:
+            if it.pid == self.worker.pid and it.model == self.model:
+                return it.worker_id
+        for it in here:
+            if it.pid != self.worker.pid and it.model == self.worker.model:
+                raise InvalidRequest(
+                    f"{self.worker.worker_id} has not joined with {self.model}, but a new worker "
+                    f"{it.worker_id} with {it.model} has: the process has probably ended, and its "
+                    "log says why"
+                )
+        return ""
+
+
+def _host(worker: pb.WorkerStatus) -> str:
+    return worker.address.rpartition(":")[0]
