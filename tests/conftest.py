@@ -7,6 +7,7 @@ machine, where others run tests too, so what somebody else has open or mapped is
 from __future__ import annotations
 
 import ctypes
+import gc
 import glob
 import os
 import shutil
@@ -42,6 +43,15 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("any machine")
+
+
+def pytest_collection_finish() -> None:
+    """Exclude modules and collected tests from the garbage collections during the tests.
+
+    Measured on unit tests of router and client: 4 % less CPU time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @dataclass(frozen=True)

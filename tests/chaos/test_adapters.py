@@ -138,6 +138,7 @@ def expected(
     return engine.serve(jobs)
 
 
+@pytest.mark.long
 async def test_killed_processes_keep_adapters_apart(tmp_path: Path) -> None:
     adapters = tuple(
         f"{name}={write_adapter(tmp_path / name, DEMO_MODEL, seed=rank, rank=rank)}"

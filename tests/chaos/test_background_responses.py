@@ -78,6 +78,7 @@ async def test_background_responses_survive_kills(server: Server, tmp_path: Path
         assert known + rest == content(await ended(other, ids[0]))
 
 
+@pytest.mark.long
 async def test_conversation_survives_loss_of_router(server: Server, tmp_path: Path) -> None:
     """The router is lost between the submission of a conversation's response and its end."""
     async with running(config(server, tmp_path)) as cluster:

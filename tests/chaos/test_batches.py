@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from router.requests.tokenizer import ByteTokenizer
 from tests.chaos.support import config, running
 from tests.chaos.test_background_responses import http_address
@@ -13,6 +15,7 @@ from worker.runner.fake_runner import expected_tokens
 _LINES, _TOKENS = 2000, 6
 
 
+@pytest.mark.long
 async def test_batch_answers_each_line_once_despite_kills(tmp_path: Path) -> None:
     prompts = {f"id-{number}": [number % 256, number // 256, 3] for number in range(_LINES)}
     lines = [

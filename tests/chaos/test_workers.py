@@ -171,13 +171,13 @@ async def test_request_that_kills_workers_fails_alone(
     tmp_path: Path,
 ) -> None:
     """Each worker is killed in the prefill of the same request, and only that request fails."""
-    fake = FakeModel(step_time=0.004, token_time=0.0005, max_model_len=16_384)
+    fake = FakeModel(step_time=0.004, token_time=0.0005, max_model_len=32_768)
     settings = config(tmp_path, workers=2, fake=fake)
     async with running(settings) as cluster, AsyncClient(cluster.address) as client:
         async with Load(cluster.addresses, 12, fake=fake, max_tokens=300) as load:
             await load.until(5, part=1.0)
-            # The prefill takes four seconds.
-            poison = client.generate([6] * 8000, request_id="poison", max_tokens=1)
+            # The prefill takes twelve seconds, of which the first that are noticed are enough.
+            poison = client.generate([6] * 24_000, request_id="poison", max_tokens=1)
             eaten = asyncio.create_task(poison.text())
             for _ in range(settings.router.max_losses):
                 await kill_in_prefill(cluster, client, "poison")

@@ -1,8 +1,12 @@
-"""Numbers of examples in tests with Hypothesis: fewer in `make test` than in `make test-long`."""
+"""Numbers of examples and parameters: fewer in `make test` than in `make test-long`."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+
+import pytest
+from _pytest.mark.structures import ParameterSet
 
 #: The share of its examples that a test tries.
 _SHARE = float(os.environ.get("EXAMPLES", "0.4"))
@@ -11,3 +15,13 @@ _SHARE = float(os.environ.get("EXAMPLES", "0.4"))
 def examples(number: int) -> int:
     """Return how many of a test's ``number`` examples this run tries."""
     return max(1, round(number * _SHARE))
+
+
+def one_in(every: int, values: Iterable[object]) -> list[ParameterSet]:
+    """Return parameters of which all but one in ``every`` are only in the long tests."""
+    return [long(value) if at % every else pytest.param(value) for at, value in enumerate(values)]
+
+
+def long(value: object) -> ParameterSet:
+    """Return a parameter that is only in the long tests."""
+    return pytest.param(value, marks=pytest.mark.long)

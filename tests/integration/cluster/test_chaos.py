@@ -152,6 +152,12 @@ async def test_chaos_faults_hit_their_targets_without_harming_streams(
         f"paused worker {first} for 0.2 s",
         "killed the ledger",
     ]
+
+    async def is_ledger_back() -> bool:
+        async with AsyncClient(cluster.addresses) as client:
+            return not (await client.status()).ledger.away
+
+    await until(is_ledger_back)
     result = await run("chaos", "check", "--patience", "1")
     assert result.exit_code == 0, result.output
 

@@ -8,6 +8,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.integration.cluster.test_openai_clients import run
 from tests.support.in_process import Cluster, until
 from tests.support.router import chat_support
@@ -84,6 +86,7 @@ async def kill_second_answer(parts: Cluster) -> None:
     await parts.kill_worker(busy)
 
 
+@pytest.mark.long
 async def test_codex_completes_a_task_while_a_worker_dies(tmp_path: Path) -> None:
     repository, home = tmp_path / "repository", tmp_path / "home"
     repository.mkdir()

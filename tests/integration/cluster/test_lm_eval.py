@@ -130,6 +130,7 @@ def check_same(found: Any, expected: Any) -> None:
         assert found == expected
 
 
+@pytest.mark.long
 async def test_lm_eval_scores_equal_those_of_its_own_model(tmp_path: Path) -> None:
     folder = tmp_path / "tasks"
     write_tasks(folder)

@@ -305,6 +305,8 @@ async def test_explain_reports_fair_share_wait_without_other_tenant(tmp_path: Pa
             going = receive(client, PROMPT, 8, request_id=f"r{number}")
             work.append(asyncio.create_task(going))
             await until(lambda number=number: leader.queued + held.num_requests > number)
+        # A request counts twice for a moment, while the worker receives it.
+        await until(lambda: (held.num_requests, leader.queued) == (2, 3))
         held.release()
         await asyncio.gather(*work)
         first, last = [await many.explain(name) for name in ("r0", "r3")]
@@ -414,8 +416,9 @@ async def test_explain_over_http_returns_json_and_server_timing(parts: Cluster) 
 async def test_listing_of_session_has_its_turns(parts: Cluster) -> None:
     async with AsyncClient(parts.routers[0].address) as client:
         for request_id in ("one", "two"):
-            await client.generate(PROMPT, request_id=request_id, session_id="s").text()
-        await client.generate(PROMPT, request_id="other").text()
+            stream = client.generate(PROMPT, request_id=request_id, session_id="s", max_tokens=1)
+            await stream.text()
+        await client.generate(PROMPT, request_id="other", max_tokens=1).text()
         page = await client.list_requests(session_id="s")
         assert [each.request_id for each in page.requests] == ["two", "one"]
         assert not (await client.list_requests(session_id="t")).requests

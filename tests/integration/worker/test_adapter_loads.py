@@ -18,6 +18,7 @@ import torch
 from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2, session_pb2_grpc
 from tests.integration.worker.test_tensor_parallel import TIMEOUT_S, WORKER, rank_process
+from tests.support.example_counts import long
 from tests.support.router.session_support import Router
 from tests.support.worker.llama_support import save_llama
 from tests.support.worker.lora_files import write_adapter
@@ -115,7 +116,7 @@ def loaded(router: Router) -> dict[str, int]:
     return {it.name: it.sequences for it in state(router).adapters if not it.loading}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [long(1), 2])
 async def test_worker_loads_more_adapters_than_it_has_slots(
     ranks: int, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:

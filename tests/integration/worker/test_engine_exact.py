@@ -13,9 +13,10 @@ from tokenizers import Tokenizer
 
 from everlift.hashes import BLOCK_SIZE
 from everlift.sampling import SamplingParams
+from tests.support.example_counts import one_in
 from tests.support.worker.llama_support import SIZES, generate, load_llama, redraw, save_llama
 from tests.support.worker.torch_engine import Job, TorchEngine, greedy_jobs
-from tests.support.worker.worker_support import under_each_policy
+from tests.support.worker.worker_support import POLICIES
 from worker.config import Scheduling
 from worker.engine.plan import Plan, RowResult
 
@@ -98,7 +99,7 @@ def test_engine_greedy_tokens_match_generate(
     assert near_ties <= 1
 
 
-@under_each_policy
+@pytest.mark.parametrize("scheduling", one_in(len(POLICIES), POLICIES.values()), ids=POLICIES)
 def test_demo_model_greedy_tokens_match_generate(scheduling: Scheduling) -> None:
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids for text in DEMO_PROMPTS]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.example_counts import long
 from tests.support.worker.decoder_steps import Step, SteppedDecoder
 from tests.support.worker.families import (
     CHECKPOINTS,
@@ -81,8 +82,8 @@ def mixed() -> list[Step]:
     ]
 
 
-@pytest.mark.parametrize("attention", [choose_attention, ReferenceAttention])
-@pytest.mark.parametrize("steps", [whole, chunked, decoded, mixed])
+@pytest.mark.parametrize("attention", [choose_attention, long(ReferenceAttention)])
+@pytest.mark.parametrize("steps", [whole, long(chunked), long(decoded), mixed])
 def test_family_logits_match_transformers(
     steps: Callable[[], list[Step]],
     attention: Callable[[KVCache], AttentionBackend],

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.integration.worker.test_families import chunked, decoded, mixed, sequences, whole
+from tests.support.example_counts import long
 from tests.support.worker.decoder_steps import Step, SteppedDecoder
 from tests.support.worker.families import (
     CHECKPOINTS,
@@ -56,7 +57,7 @@ class Saved:
         )
 
 
-@pytest.fixture(autouse=True, params=[1, 2])
+@pytest.fixture(autouse=True, params=[long(1), 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -95,7 +96,7 @@ def stepped(
     return stepped
 
 
-@pytest.mark.parametrize("steps", [whole, chunked, decoded, mixed])
+@pytest.mark.parametrize("steps", [whole, long(chunked), long(decoded), mixed])
 def test_adapted_logits_match_peft(
     steps: Callable[[], list[Step]], stepped: SteppedDecoder, expected: list[Tensor]
 ) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from everlift.sampling import SamplingParams
 from tests.integration.worker.test_captured_ranks import Looking
 from tests.integration.worker.test_parallel import gloo, on_ranks
+from tests.support.example_counts import long
 from tests.support.worker.families import CHECKPOINTS, save_family
 from tests.support.worker.llama_support import SIZES, save_llama
 from tests.support.worker.torch_engine import Job, TorchEngine, outputs
@@ -145,7 +146,7 @@ def every(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["executed", "launched ahead"])
-@pytest.mark.parametrize("unlucky", [0, 1])
+@pytest.mark.parametrize("unlucky", [long(0), 1])
 @pytest.mark.parametrize("scored", [None, 1], ids=["plain", "prompts' log probabilities"])
 def test_memory_shortage_on_a_rank_keeps_all_tokens(
     unlucky: int,
@@ -222,7 +223,7 @@ class Noted(Group):
         return torch.cat((shard, shard), dim=-1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [long(torch.float32), torch.bfloat16])
 @pytest.mark.parametrize("family", CHECKPOINTS)
 def test_decoder_collectives_match_its_declared_exchange(
     family: str, dtype: torch.dtype, tmp_path: Path

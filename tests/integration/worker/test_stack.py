@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.example_counts import long, one_in
 from tests.support.worker.decoder_steps import Step, SteppedDecoder
 from tests.support.worker.families import CHECKPOINTS, MAX_POSITION, VOCAB, Checkpoint, save_family
 from tests.support.worker.packings import panels_or_skip
@@ -39,7 +40,7 @@ every_type = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True, params=[1, 2])
+@pytest.fixture(autouse=True, params=[long(1), 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -141,7 +142,9 @@ def test_gelu_stack_is_bit_identical_to_layer_by_layer(types: Types, tmp_path: P
     assert_bits_of_layer_by_layer(model, WHOLE)
 
 
-@pytest.mark.parametrize("name", [*(n for n, c in CHECKPOINTS.items() if not has_experts(c))])
+@pytest.mark.parametrize(
+    "name", one_in(3, (n for n, c in CHECKPOINTS.items() if not has_experts(c)))
+)
 def test_int8_stack_is_bit_identical_to_layer_by_layer(name: str, tmp_path: Path) -> None:
     model = stepped(CHECKPOINTS[name], tmp_path, packed=torch.int8)
     assert isinstance(model.decoder.stack, CompiledStack)

@@ -13,6 +13,7 @@ from statistics import fmean, median
 import pytest
 
 from router.config import RouterConfig
+from tests.support.example_counts import long
 from tests.support.router.overload_support import TPOT_S, Asked, VirtualCluster, chats
 
 #: Requests a second that one worker serves of these; more make the queue grow.
@@ -61,6 +62,7 @@ def test_ttft_prediction_is_accurate_under_overload() -> None:
     assert median(errors) < 0.25
 
 
+@pytest.mark.long
 def test_tpot_target_bounds_mean_time_per_token() -> None:
     wanted = 0.025
     assert 0.9 * wanted < tpot_s(played(1.3, tpot_target=wanted)) < 1.02 * wanted
@@ -76,8 +78,10 @@ def tpot_s(load: Iterable[Asked]) -> float:
     "load, num_burst, priority, settings",
     [
         (1.1, 200, 0, {"max_queued": 50}),
-        (1.6, 30, 1, {"max_queued": 50}),
-        (1.1, 200, 0, {"refuse_late": True, "tpot_target": TPOT_S}),
+        pytest.param(1.6, 30, 1, {"max_queued": 50}, marks=pytest.mark.long),
+        pytest.param(
+            *(1.1, 200, 0, {"refuse_late": True, "tpot_target": TPOT_S}), marks=pytest.mark.long
+        ),
     ],
     ids=["queue_full", "shed", "deadline_unmeetable"],
 )
@@ -112,6 +116,7 @@ def with_deadlines(load: float, *, is_length_known: bool) -> list[Asked]:
     return [it for it in cluster.play(asked, _END_S + 3) if it.arrived > _BEGIN_S]
 
 
+@pytest.mark.long
 def test_known_output_lengths_prevent_late_outputs() -> None:
     unknown = with_deadlines(1.3, is_length_known=False)
     known = with_deadlines(1.3, is_length_known=True)
@@ -121,6 +126,7 @@ def test_known_output_lengths_prevent_late_outputs() -> None:
     assert ended[1] > 1.2 * ended[0]
 
 
+@pytest.mark.long
 def test_timely_outputs_are_rarely_refused() -> None:
     load = with_deadlines(0.8, is_length_known=True)
     refused = [it for it in load if it.refusals]
@@ -148,7 +154,7 @@ def test_unnamed_requests_are_served_after_few_retries() -> None:
     assert all(it.ended for it in load)
 
 
-@pytest.mark.parametrize("order", ["deadline", "shortest"])
+@pytest.mark.parametrize("order", [long("deadline"), "shortest"])
 def test_goodput_holds_under_overload_in_other_orders(order: str) -> None:
     load = played(1.3, order=order, refuse_late=True, tpot_target=TPOT_S)
     assert goodput(load) >= 0.9 * CAPACITY

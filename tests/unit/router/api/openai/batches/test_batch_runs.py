@@ -400,6 +400,7 @@ async def test_clock_jumps_do_not_lose_lines(router: FakeRouter) -> None:
     assert (record.status, await router.results(record)) == ("completed", OK)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_cancelled", [False, True])
 async def test_large_batch_does_not_block_the_event_loop(
     objects: Objects, is_cancelled: bool, monkeypatch: pytest.MonkeyPatch
