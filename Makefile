@@ -33,6 +33,8 @@ TORCH := 2.13.0
 # Tests that no clock but their own looks at share the cores by the piece. Those of whole clusters mostly wait: three files
 # of them run at a time, each in one process, in this order, in which the long ones come first.
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
+# Tests that make check runs.
+TEXTS := tests/unit/project/test_texts.py
 
 .DEFAULT_GOAL := help
 .PHONY: changed help install demo image test test-image test-long test-vllm e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-long-prompt bench-start bench-autoscale bench-locality bench-takeover bench-preemption bench-load bench-linear bench-int8 bench-weights bench-swap bench-speculation bench-scheduler bench-explain bench-retention bench-scheduling bench-batching bench-prediction bench-overload bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives bench-console bench-generator picture-console bench-gpu bench-gpu-product check lint types imports proto proto-release proto-check chart chart-check texts lock clean
@@ -86,7 +88,8 @@ demo: $(VENV)/.installed ## start a local cluster, kill a worker, and show that 
 	@$(BIN)/everlift demo --picture build/demo.png
 
 test: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed $(AGENT_VENV)/.installed ## run the tests (15 minutes on 2 cores with AVX-512)
-	$(BIN)/pytest -q -m "not long and not soak and not ray_up and not image" -n auto --maxprocesses=4 --dist=worksteal $(ANYWHERE)
+	$(BIN)/pytest -q -m "not long and not soak and not ray_up and not image" -n auto --maxprocesses=4 --dist=worksteal $(ANYWHERE) \
+	  --ignore=$(TEXTS)
 	$(BIN)/pytest -q -m "not long and not soak and not ray_up and not image" -n 3 --dist=loadfile --no-loadscope-reorder \
 	  $(addprefix --ignore=,$(ANYWHERE))
 
@@ -270,7 +273,7 @@ chart-check: $(VENV)/.installed
 	$(BIN)/python tools/generate_chart.py --check
 
 texts: $(VENV)/.installed
-	$(BIN)/pytest -q tests/unit/project/test_texts.py
+	$(BIN)/pytest -q $(TEXTS)
 
 lock: $(VENV)/.installed ## write the versions that .venv contains to constraints.txt
 	@{ echo "# Every package of .venv at the version that the tests ran with; made by make lock."; \

@@ -20,6 +20,7 @@ from tests.simulated_cluster.asked import ROUTERS, Asked
 from tests.simulated_cluster.client import Transcript
 from tests.simulated_cluster.judgement import listening
 from tests.support.continuation_support import BREAKS, Bench, Break, attach, kill, kill_gateway
+from tests.support.example_counts import long
 from tests.support.worker.grammar_support import CHOICE, DEMO_MODEL, Service, grammar_service
 from worker.config import WorkerConfig
 from worker.engine.plan import Plan, RowResult
@@ -147,7 +148,7 @@ def spread(count: int, parts: int) -> list[int]:
     return sorted({1, *(1 + part * (count - 2) // parts for part in range(parts + 1))})
 
 
-@pytest.mark.parametrize("break_it", [kill, kill_gateway, attach], ids=lambda it: it.__name__)
+@pytest.mark.parametrize("break_it", [kill, kill_gateway, long(attach)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_real_engine_continuation_is_exact_at_some_indices(
     bench: Bench, kind: str, break_it: Break

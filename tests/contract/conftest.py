@@ -12,6 +12,7 @@ import pytest
 from router.ledger.base import Ledger
 from router.ledger.config import LedgerConfig
 from router.ledger.memory.memory import MemoryLedger
+from tests.support.example_counts import long
 from tests.support.ledger.ledger_servers import cluster, cluster_url, tls_ledger
 from tests.support.ledger.ledgers import (
     RETENTION_S,
@@ -34,7 +35,9 @@ class Backend:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-@pytest.fixture(scope="module", params=["memory", "valkey", "redis", "cluster-4-shards", "tls"])
+@pytest.fixture(
+    scope="module", params=["memory", "valkey", "redis", "cluster-4-shards", long("tls")]
+)
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     if request.param == "memory":
         yield Backend("")

@@ -153,11 +153,13 @@ async def test_mutants_load_as_scripts(url: str) -> None:
             assert await client.script_load(scripts.script(name, *texts).source)
 
 
+@pytest.mark.long
 async def test_histories_pass_without_mutant(url: str) -> None:
     for name in NAMED:
         await live(url, HISTORIES[name])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", SCRIPTS)
 async def test_mutants_are_caught_by_named_tests(
     url: str, script: str, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.agent_sessions import AgentSessions
 from benchmarks.scheduling.scheduling_forecast import spec
 from cluster.simulator.scenario import Scenario
@@ -21,6 +23,7 @@ def reused(arrivals: list[Arrival], *, locality: bool) -> int:
     return sum(it.cached_tokens for it in records)
 
 
+@pytest.mark.long
 def test_agent_sessions_reuse_their_tokens_with_locality() -> None:
     arrivals = [*SESSIONS.arrivals(1, 90.0)]
     previous: dict[int, int] = {}

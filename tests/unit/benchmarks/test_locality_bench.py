@@ -83,6 +83,7 @@ def test_decision_is_compared_with_the_better_of_both_ways() -> None:
     assert Decision(waiting, 0.0, compute_s=3.0, best_s=4.0).clairvoyant_s == 3.0
 
 
+@pytest.mark.long
 def test_watched_queue_dispatches_as_the_product_does() -> None:
     sessions = AgentSessions(min_turns=4, max_turns=8, max_prompt_tokens=30_000).at_rate(1.0)
     arrivals = [*sessions.arrivals(1, 30.0)]

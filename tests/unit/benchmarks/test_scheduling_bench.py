@@ -145,6 +145,7 @@ def running(epoch: int, num_blocks: int, priority: int = 0) -> Sequence:
     return there
 
 
+@pytest.mark.long
 def test_victims_benchmark_restores_the_scheduler_choice() -> None:
     chosen = scheduler._preemption_key
     found = scheduling_victims.measure(scheduling_victims.SMALLEST)
@@ -182,6 +183,7 @@ def test_picture_is_drawn_only_for_measured_parts(tmp_path: Path) -> None:
     assert not nothing.exists()
 
 
+@pytest.mark.long
 def test_sessions_benchmark_follows_its_sessions_to_their_ends() -> None:
     run = scheduling_sessions.Run("mixed", "attained", 0.1, duration_s=100.0)
     loop = scheduling_sessions.ClosedLoop("mixed", run.rate, 100.0)

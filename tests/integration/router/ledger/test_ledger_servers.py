@@ -448,7 +448,7 @@ async def test_replicated_class_waits_for_replica(kind: str) -> None:
     user = f"user {USER} on >secret {readme_rule()} {rights}"
     with pair("appendfsync always", user, binary=binary) as (primary, replica):
         url = f"redis://{LOGIN}{primary.address}"
-        async with connected(url, durability_class="replicated", timeout=0.8) as ledger:
+        async with connected(url, durability_class="replicated", timeout=1.5) as ledger:
             assert ledger.server.startswith(kind)
             await running(ledger)
             # Its script is loaded then, which takes a try of its own.

@@ -1638,27 +1638,20 @@ def test_chart_key_prefix_is_shared_by_compatible_clusters(helm: Helm) -> None:
     assert same == prefix(helm, config={"worker": {"dtype": "auto", "max_model_len": None}})
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
+def test_chart_key_prefix_differs_by_model(helm: Helm) -> None:
+    volumes = [{"image": "llama:1"}, {"image": "llama:2"}, {"persistentVolumeClaim": "llama:2"}]
+    values: list[dict[str, Any]] = [
+        {},
         {"model": {"name": "org/name"}},
         {"model": {"name": "org/name", "revision": "v2"}},
-        {"model": {"name": "/models/llama", "volume": {"image": "example/llama:2"}}},
+        *({"model": {"name": "/models/llama", "volume": volume}} for volume in volumes),
         {"config": {"worker": {"dtype": "float32"}}},
         {"config": {"worker": {"load_format": "dummy"}}},
         {"config": {"worker": {"max_model_len": 1024}}},
         {"models": {"a": {"name": "org/a"}}},
         {"release": "other"},
-    ],
-)
-def test_chart_key_prefix_differs_by_model(helm: Helm, other: Any) -> None:
-    assert prefix(helm, **other) != prefix(helm)
-    assert prefix(helm, model={"name": "org/name"}) != prefix(
-        helm, model={"name": "org/name", "revision": "v2"}
-    )
-    volumes = [{"image": "llama:1"}, {"image": "llama:2"}, {"persistentVolumeClaim": "llama:2"}]
-    models = [{"name": "/models/llama", "volume": volume} for volume in volumes]
-    assert len({prefix(helm, model=model) for model in models}) == 3
+    ]
+    assert len({prefix(helm, **each) for each in values}) == len(values)
 
 
 def test_chart_active_key_is_one_per_release(helm: Helm) -> None:

@@ -20,6 +20,7 @@ from tests.support.worker.attention_support import (
     Batch,
     assert_formula,
     every_form,
+    every_other_form,
     kernel,
 )
 from worker.attention import prompt_choice
@@ -258,7 +259,7 @@ class Wrapper:
         return torch.cat(outs).to(q.dtype)
 
 
-@every_form
+@every_other_form
 def test_flashinfer_computes_prompts_without_flashattention(
     stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, form: AttentionForm
 ) -> None:
