@@ -1,6 +1,6 @@
 """Offline comparison of Everlift's engine with others on this CPU, each at its best dtype.
 
-    python benchmarks/engine.py [--rounds 3] [--models small smollm2 medium DIRECTORY ...]
+    python benchmarks/engine.py [--rounds 3] [--models small smollm2 medium moe DIRECTORY ...]
                                 [--systems everlift vllm ...] [--dtype auto] [--level avx2]
                                 [--requests 128] [--out build/bench/engine.json]
 
@@ -13,7 +13,8 @@ requested tokens count.
 
     everlift       LLM of cluster.llm, in this environment; --dtype is its dtype
     vllm           CPU build, compiled, with the settings that its documentation advises (peer.py);
-                   bf16 and fp32 run once each, then the faster one in all rounds
+                   bf16 and fp32 run once each, then the faster one in all rounds. It is left out
+                   for quantised models and mixtures of experts that it does not run on this CPU
     hf_static      transformers' generate in batches of 8, 16 and 32: in the order of arrival,
                    sorted by prompt length, or sorted by output length, which no server knows. All
                    nine run once, then the best one that a server could form, and the best oracle
@@ -21,9 +22,11 @@ requested tokens count.
 
 ``ratios`` *_vs_* compare output tokens per second, *_alone_vs_vllm the times per token of a
 sequence that decodes alone, with vLLM at its best dtype for that, and *_memory_vs_vllm the peak
-memory. *_batch1_of_bandwidth_bound is the time to read the weights, at the median bandwidth that is
-measured before the rounds, divided by Everlift's time per token. prefill_of_fma_peak is the rate of
-matrix products with many rows, divided by the peak of the instructions (prefill_rate.py).
+memory. *_batch1_of_bandwidth_bound is the time to read the weights (of experts: those that serve a
+token), at the median bandwidth that is measured before the rounds, divided by Everlift's time per
+token. w8_alone_vs_bf16 and w4_alone_vs_bf16 are Everlift's times per token of the models int8 and
+int4, divided by that of medium, which has the same shape in bf16. prefill_of_fma_peak is the rate
+of matrix products with many rows, divided by the peak of the instructions (prefill_rate.py).
 small_vs_hf_static compares with the best static batches that a server could form, and
 small_vs_hf_static_oracle with those sorted by output length.
 
@@ -58,7 +61,11 @@ from benchmarks.prefill_rate import Rate
 
 WORKLOAD = Path(__file__).with_name("workload.json")
 LOGS = Path("build/bench/engine-logs")
-MODELS = ("small", "smollm2", "medium")
+MODELS = ("small", "smollm2", "medium", "int8", "int4", "moe")
+#: Models that vLLM's CPU build may be unable to run, depending on the CPU.
+MAY_BE_REFUSED = ("int8", "int4", "moe")
+#: Ratios of Everlift's times per token: model, and the model in bf16 with the same shape.
+QUANTISED = {"w8_alone_vs_bf16": ("int8", "medium"), "w4_alone_vs_bf16": ("int4", "medium")}
 SYSTEMS = ("everlift", "vllm", "hf_static", "hf_continuous")
 #: Orders of static batches: those that a server can form, and by output length (an oracle).
 SERVER_ORDERS, ORACLE_ORDERS = ("arrival", "prompt"), ("output",)
@@ -160,7 +167,7 @@ class Bench:
         """
         names = [name for name in systems if name == "everlift"]
         if "vllm" in systems:
-            names.append(self._best(model, [name for name in self._setups if _is_vllm(name)]))
+            names += self._vllm(model)
         if model in FOR_TRANSFORMERS:
             names += [name for name in systems if name == "hf_continuous"]
             if "hf_static" in systems:
@@ -168,6 +175,18 @@ class Bench:
                     static = [name for name in self._setups if _is_static(name, orders)]
                     names.append(self._best(model, static))
         return names
+
+    def _vllm(self, model: str) -> list[str]:
+        """Return the name of vLLM's best setup, or none if vLLM cannot run the model here."""
+        speeds = {}
+        for name in filter(_is_vllm, self._setups):
+            try:
+                speeds[name] = tokens_per_s(self._measure(model, name))
+            except RuntimeError as error:
+                if model not in MAY_BE_REFUSED:
+                    raise
+                print(f"{model}: {error}", flush=True)
+        return [max(speeds, key=lambda name: speeds[name])] if speeds else []
 
     def _best(self, model: str, names: Sequence[str]) -> str:
         return max(names, key=lambda name: tokens_per_s(self._measure(model, name)))
@@ -310,6 +329,10 @@ def ratios(
         bytes_per_s = statistics.median(each.median for each in bandwidths)
         floor_ms = checkpoints.multiplied_bytes(checkpoints.find(model)) / bytes_per_s * 1e3
         compared[f"{name}_batch1_of_bandwidth_bound"] = floor_ms / ours["alone_ms_per_token"]
+    for ratio, (model, plain) in QUANTISED.items():
+        ours = [found.get(each, {}).get("everlift") for each in (model, plain)]
+        if ours[0] is not None and ours[1] is not None:
+            compared[ratio] = ours[0]["alone_ms_per_token"] / ours[1]["alone_ms_per_token"]
     if rates:
         compared["prefill_of_fma_peak"] = statistics.median(each.of_peak for each in rates)
     return {name: round(ratio, 3) for name, ratio in compared.items()}

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks import checkpoints
 from benchmarks.engine_system import Request
 
 #: Largest shortfall of a token that rounding may cause, in standard deviations of the logits. The
@@ -40,8 +41,11 @@ class Judgement:
 def judge(
     model: Path, requests: Sequence[Request], outputs: dict[str, list[list[int]]]
 ) -> dict[str, Judgement]:
-    """Return the judgement of each system; its first ``outputs`` are those of ``requests``."""
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    """Return the judgement of each system; its first ``outputs`` are those of ``requests``.
+
+    A quantised model is judged by its dequantised weights.
+    """
+    reference = _reference(model)
     judgements = {}
     for system, tokens in outputs.items():
         lacking: list[float] = []
@@ -53,6 +57,18 @@ def judge(
         best = sum(each == 0 for each in lacking) / len(lacking)
         judgements[system] = Judgement(best, max(lacking))
     return judgements
+
+
+def _reference(model: Path) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(model)
+    if not hasattr(config, "quantization_config"):
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        return loaded
+    del config.quantization_config
+    weights = checkpoints.dequantised(model)
+    return AutoModelForCausalLM.from_pretrained(
+        None, config=config, state_dict=weights, dtype=torch.float32
+    )
 
 
 def equal_share(one: Iterable[Sequence[int]], other: Iterable[Sequence[int]]) -> float:

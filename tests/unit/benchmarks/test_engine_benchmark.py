@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -71,6 +71,76 @@ def test_engine_ratios_use_the_best_baselines_that_ran(
     }
     own = engine.ratios({"/models/own": {"everlift": _figures(300.0)}}, bandwidths)
     assert own == {"own_batch1_of_bandwidth_bound": 0.6}
+
+
+def test_engine_ratios_compare_quantised_models_with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "find", Path)
+    monkeypatch.setattr(checkpoints, "multiplied_bytes", lambda _: 3_000_000)
+    times = {"medium": 40.0, "int8": 24.0, "int4": 14.0}
+    found = {name: {"everlift": _figures(100.0, alone_ms=time)} for name, time in times.items()}
+    compared = engine.ratios(found, [Bandwidth(median=1e9, best=1e9)])
+    assert (compared["w8_alone_vs_bf16"], compared["w4_alone_vs_bf16"]) == (0.6, 0.35)
+    del found["medium"]
+    assert "w8_alone_vs_bf16" not in engine.ratios(found, [Bandwidth(median=1e9, best=1e9)])
+
+
+def _vllm_run(refused: set[str]) -> Callable[[str, engine.Setup, Job], Result]:
+    def run(name: str, setup: engine.Setup, job: Job) -> Result:
+        if name in refused:
+            raise RuntimeError(f"{name} ended with status 1")
+        return Result(1.0, [[0]], [1.0], 1 << 20, 1.0, 0.0)
+
+    return run
+
+
+def test_engine_benchmark_leaves_out_vllm_for_formats_it_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine, "job", lambda *_: None)
+    names = ("everlift", "vllm_bfloat16", "vllm_float32")
+    setups = {name: engine.Setup("", {}) for name in names}
+    for refused in ({"vllm_float32"}, {"vllm_bfloat16", "vllm_float32"}):
+        monkeypatch.setattr(engine, "run", _vllm_run(refused))
+        with pytest.raises(RuntimeError):
+            engine.Bench(1, [], setups)._participants("small", ["vllm"])
+        bench = engine.Bench(1, [], setups)
+        left = [name for name in names[1:] if name not in refused]
+        assert bench._participants("int4", ["everlift", "vllm"]) == ["everlift", *left]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantised_checkpoint_has_exact_symmetric_weights(
+    bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = checkpoints._quantised(checkpoints.CHECKPOINTS["tiny"].config, bits)
+    config |= {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+    checkpoints._write(tmp_path / "model", config)
+    weights = checkpoints.dequantised(tmp_path / "model")
+    shape = {name: tuple(weight.shape) for name, weight in weights.items()}
+    assert shape["model.layers.0.mlp.down_proj.weight"] == (256, 512)
+    assert shape["model.layers.0.self_attn.k_proj.weight"] == (128, 256)
+    weight = weights["model.layers.0.mlp.down_proj.weight"].float()
+    codes = weight / checkpoints._SCALES[bits]
+    assert codes.equal(codes.round()) and codes.abs().max() == 2 ** (bits - 1) - 1
+    assert abs(codes.mean()) < 0.02 * codes.std()
+    assert 0.8 * checkpoints.STD < weight.std() < 1.2 * checkpoints.STD
+    stored = checkpoints.multiplied_bytes(tmp_path / "model")
+    layer = 256 * 256 * 2 + 256 * 128 * 2 + 256 * 512 * 3
+    assert stored == pytest.approx(layer * bits / 8 + 2 * 256 * 32000, rel=0.002)
+
+
+def test_multiplied_bytes_count_the_experts_of_one_token(tmp_path: Path) -> None:
+    config = checkpoints.CHECKPOINTS["moe"].config | {
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "vocab_size": 300,
+    }
+    checkpoints._write(tmp_path / "model", config)
+    attention = 2 * 64 * 64 * (16 + 4)
+    experts = 8 * 3 * 64 * 32 + 64 * 64
+    parameters = attention + experts + 300 * 64
+    assert checkpoints.multiplied_bytes(tmp_path / "model") == 2 * parameters
 
 
 def test_engine_workload_is_complete_and_disjoint_from_warm_up() -> None:
