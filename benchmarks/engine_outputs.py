@@ -65,10 +65,10 @@ def _reference(model: Path) -> PreTrainedModel:
         loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         return loaded
     del config.quantization_config
-    weights = checkpoints.dequantised(model)
-    return AutoModelForCausalLM.from_pretrained(
-        None, config=config, state_dict=weights, dtype=torch.float32
-    )
+    dense: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # A tied LM head is not stored.
+    dense.load_state_dict(checkpoints.dequantised(model), strict=not config.tie_word_embeddings)
+    return dense.eval()
 
 
 def equal_share(one: Iterable[Sequence[int]], other: Iterable[Sequence[int]]) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import checkpoints, engine, engine_system
+from benchmarks import checkpoints, engine, engine_outputs, engine_system
 from benchmarks.bandwidth import Bandwidth
 from benchmarks.engine_outputs import equal_share
 from benchmarks.engine_system import Job, Request, Result
@@ -124,6 +124,8 @@ def test_quantised_checkpoint_has_exact_symmetric_weights(
     assert codes.equal(codes.round()) and codes.abs().max() == 2 ** (bits - 1) - 1
     assert abs(codes.mean()) < 0.02 * codes.std()
     assert 0.8 * checkpoints.STD < weight.std() < 1.2 * checkpoints.STD
+    reference = engine_outputs._reference(tmp_path / "model").state_dict()
+    assert all(reference[name].equal(each.float()) for name, each in weights.items())
     stored = checkpoints.multiplied_bytes(tmp_path / "model")
     layer = 256 * 256 * 2 + 256 * 128 * 2 + 256 * 512 * 3
     assert stored == pytest.approx(layer * bits / 8 + 2 * 256 * 32000, rel=0.002)
