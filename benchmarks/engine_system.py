@@ -153,5 +153,6 @@ def _used_ticks(pid: int) -> int:
 
 def _peak_bytes(pid: int) -> int:
     status = Path(f"/proc/{pid}/status").read_text().splitlines()
-    (line,) = (line for line in status if line.startswith("VmHWM"))
-    return int(line.split()[1]) << 10
+    # A process that has ended, and that its parent has not waited for, has no such line.
+    peaks = (int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
+    return next(peaks, 0)
