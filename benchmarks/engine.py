@@ -329,10 +329,14 @@ def ratios(
         bytes_per_s = statistics.median(each.median for each in bandwidths)
         floor_ms = checkpoints.multiplied_bytes(checkpoints.find(model)) / bytes_per_s * 1e3
         compared[f"{name}_batch1_of_bandwidth_bound"] = floor_ms / ours["alone_ms_per_token"]
-    for ratio, (model, plain) in QUANTISED.items():
-        ours = [found.get(each, {}).get("everlift") for each in (model, plain)]
-        if ours[0] is not None and ours[1] is not None:
-            compared[ratio] = ours[0]["alone_ms_per_token"] / ours[1]["alone_ms_per_token"]
+    alone = {
+        model: systems["everlift"]["alone_ms_per_token"]
+        for model, systems in found.items()
+        if "everlift" in systems
+    }
+    for ratio, (quantised, plain) in QUANTISED.items():
+        if quantised in alone and plain in alone:
+            compared[ratio] = alone[quantised] / alone[plain]
     if rates:
         compared["prefill_of_fma_peak"] = statistics.median(each.of_peak for each in rates)
     return {name: round(ratio, 3) for name, ratio in compared.items()}
