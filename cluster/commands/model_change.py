@@ -10,7 +10,7 @@ from everlift.v1 import inference_pb2 as pb
 
 @dataclass(frozen=True)
 class ModelChange:
-    """Change of a worker's model, which ends when its process joins again as another worker.
+    """Change of a worker's model, which ends when its machine joins the model with a new worker id.
 
     ``worker`` is the worker's status before the change, ``known`` are the ids of all workers then.
     """
@@ -20,10 +20,11 @@ class ModelChange:
     known: frozenset[str]
 
     def joined(self, status: pb.GetStatusResponse) -> str:
-        """Return the id with which the worker has joined again, or "" while it has not.
+        """Return the id of the worker on this machine that has joined with the model, or "".
 
-        Raises InvalidRequest if it still serves its model, or if another process on its machine
-        has started in its place.
+        A process that ends during the change is started again with its first model, which may be
+        this one. Raises InvalidRequest if the worker still serves its model, or if another process
+        on its machine has joined with another model, probably in its place.
         """
         for it in status.workers:
             if it.worker_id == self.worker.worker_id and it.change_error:
@@ -31,10 +32,10 @@ class ModelChange:
         joined = [it for it in status.workers if it.alive and it.worker_id not in self.known]
         here = [it for it in joined if _host(it) == _host(self.worker)]
         for it in here:
-            if it.pid == self.worker.pid and it.model == self.model:
+            if it.model == self.model:
                 return it.worker_id
         for it in here:
-            if it.pid != self.worker.pid and it.model == self.worker.model:
+            if it.pid != self.worker.pid:
                 raise InvalidRequest(
                     f"{self.worker.worker_id} has not joined with {self.model}, but a new worker "
                     f"{it.worker_id} with {it.model} has: the process has probably ended, and its "

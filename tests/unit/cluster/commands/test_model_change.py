@@ -29,17 +29,17 @@ def status(*workers: object) -> pb.GetStatusResponse:
     [
         pytest.param((FIRST, OTHER), id="draining"),
         pytest.param((OTHER,), id="loading"),
-        pytest.param((OTHER, worker("new", "large", 9)), id="another_worker_joins_the_model"),
         pytest.param((OTHER, worker("new", "large", 7, "10.0.0.2")), id="same_pid_elsewhere"),
         pytest.param((OTHER, worker("new", "small", 9, "10.0.0.2")), id="replaced_elsewhere"),
     ],
 )
-def test_model_change_goes_on_until_its_process_joins(workers: tuple[object, ...]) -> None:
+def test_model_change_goes_on_until_its_machine_joins(workers: tuple[object, ...]) -> None:
     assert CHANGE.joined(status(*workers)) == ""
 
 
-def test_model_change_ends_when_its_process_joins() -> None:
-    assert CHANGE.joined(status(OTHER, worker("second", "large", 7))) == "second"
+@pytest.mark.parametrize("pid", [7, 9], ids=["same_process", "restarted_process"])
+def test_model_change_ends_when_its_machine_joins_the_model(pid: int) -> None:
+    assert CHANGE.joined(status(OTHER, worker("second", "large", pid))) == "second"
 
 
 def test_model_change_reports_why_the_worker_keeps_its_model() -> None:
@@ -48,6 +48,8 @@ def test_model_change_reports_why_the_worker_keeps_its_model() -> None:
         CHANGE.joined(status(kept, OTHER))
 
 
-def test_model_change_reports_a_killed_process_that_was_replaced() -> None:
-    with pytest.raises(InvalidRequest, match=r"first has not joined with large.*second with small"):
-        CHANGE.joined(status(OTHER, worker("second", "small", 9)))
+@pytest.mark.parametrize("model", ["small", "medium"])
+def test_model_change_reports_a_killed_process_that_was_replaced(model: str) -> None:
+    cause = rf"first has not joined with large.*second with {model}"
+    with pytest.raises(InvalidRequest, match=cause):
+        CHANGE.joined(status(OTHER, worker("second", model, 9)))
