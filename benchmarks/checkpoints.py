@@ -200,7 +200,10 @@ def multiplied_bytes(directory: Path) -> int:
         and (config.get("tie_word_embeddings") or "embed_tokens" not in tensor.name)
     }
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    idle = 1 - config["num_experts_per_tok"] / config["num_experts"] if experts else 0
+    if not experts:
+        return sum(sizes.values())
+    number = config.get("num_experts") or config["num_local_experts"]  # the latter in Mixtral
+    idle = 1 - config["num_experts_per_tok"] / number
     return sum(sizes.values()) - round(experts * idle)
 
 
