@@ -36,7 +36,6 @@ from cluster.groups import WorkerGroup
 from cluster.local.processes import ProcessCluster
 from cluster.local.replica import RouterReplica, WorkerReplica
 from everlift import wire
-from everlift.client.client import AsyncClient
 from everlift.client.received_output import Chunk
 from everlift.errors import EverliftError
 from everlift.options import submission_message
@@ -125,7 +124,7 @@ class Cluster(ProcessCluster):
         return sorted((e for e in events if moment(e) >= since), key=moment)
 
     async def status(self, router: int = 0) -> pb.GetStatusResponse:
-        async with AsyncClient(self.routers[router].address) as client:
+        async with patient.client(self.routers[router].address) as client:
             return await client.status()
 
     async def restarted(self, router: int) -> None:

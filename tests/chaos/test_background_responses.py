@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from cluster.config import Config
-from everlift.client.client import AsyncClient
 from router.config import RouterConfig
 from router.ledger.config import LedgerConfig
 from tests.chaos.support import ROUTER, Cluster, running, until
 from tests.chaos.test_ledger import Server
+from tests.support.router import patient
 from tests.support.router.http_client import ask, get, streamed
 from tests.support.worker.grammar_support import DEMO_MODEL
 from worker.config import WorkerConfig
@@ -35,7 +35,7 @@ def body(text: str, **more: Any) -> dict[str, Any]:
 
 
 async def http_address(cluster: Cluster, router: int) -> str:
-    async with AsyncClient(cluster.routers[router].address) as client:
+    async with patient.client(cluster.routers[router].address) as client:
         return (await client.status()).http_address
 
 

@@ -18,6 +18,7 @@ from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from router.requests.tokenizer import ByteTokenizer
 from tests.chaos.support import Cluster, Load, config, paused, resident, running, until
+from tests.support.router import patient
 from tests.support.router.http_client import JSON, streamed
 from tests.support.router.session_support import OPTIONS
 from worker.config import FakeModel
@@ -58,7 +59,7 @@ async def test_vanished_client_request_follows_disconnect_policy(
     tmp_path: Path, way: OnDisconnect, state: pb.RequestState.ValueType
 ) -> None:
     settings = config(tmp_path, workers=1, fake=SLOW, router={"grace": 0.5})
-    async with running(settings) as cluster, AsyncClient(cluster.address) as other:
+    async with running(settings) as cluster, patient.client(cluster.address) as other:
         async with Load(cluster.addresses, 8, fake=SLOW) as neighbours:
             async with plain(cluster.address) as stub:
                 call = stub.Generate(wanted("mine", 200, way))
@@ -142,7 +143,7 @@ async def test_duplicate_request_at_two_routers_runs_once(tmp_path: Path) -> Non
             *(tokens_of(cluster.addresses[n % 2], "same") for n in range(6))
         )
         assert answers == [expected_tokens([1, 2, 3], 100, SLOW)] * 6
-        async with AsyncClient(cluster.addresses) as client:
+        async with patient.client(cluster.addresses) as client:
             assert (await client.get_request("same")).attempts == 1
             with pytest.raises(RequestConflict):
                 await client.generate([9], request_id="same").text()
@@ -155,7 +156,7 @@ async def test_sse_streams_follow_requests_off_frozen_router(tmp_path: Path) -> 
     async with running(config(tmp_path, routers=2, fake=SLOW)) as cluster:
         address = cluster.routers[0].http_address
         streams = [asyncio.create_task(events_of(address, f"r{n}", 400)) for n in range(8)]
-        async with AsyncClient(cluster.addresses) as client:
+        async with patient.client(cluster.addresses) as client:
             await until(lambda: has_begun(client, "r7"))
         since = time.time()
         with paused(cluster.routers[0].pids):

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from everlift.client.client import AsyncClient
 from everlift.errors import AttemptsExhausted
 from everlift.v1 import session_pb2
 from tests.support import in_process
+from tests.support.router import patient
 from tests.support.worker.poisoned_worker import MARK, POISON
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +76,7 @@ async def test_poison_request_fails_after_max_losses(prompt_length: int) -> None
     async with (
         in_process.cluster(workers=0, router_config=SETTINGS) as parts,
         worker_processes(parts) as workers,
-        AsyncClient(parts.address) as client,
+        patient.client(parts.address) as client,
     ):
         poison = [POISON] * prompt_length
         with pytest.raises(AttemptsExhausted, match=f"after {MAX_LOSSES} lost attempts"):

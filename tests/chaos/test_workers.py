@@ -23,6 +23,7 @@ from everlift.v1 import inference_pb2 as pb
 from router.config import RouterConfig
 from tests.chaos.support import Cluster, Load, config, paused, report, running, until
 from tests.support import in_process
+from tests.support.router import patient
 from worker.config import FakeModel, WorkerConfig
 from worker.engine.plan import Plan, RowResult
 from worker.runner.fake_runner import FakeRunner
@@ -83,7 +84,7 @@ async def test_resumed_worker_is_fenced(tmp_path: Path) -> None:
         report("worker frozen", cluster, load, since)
         await until(lambda: is_alive(cluster, frozen))
         await cluster.idle()
-        async with AsyncClient(cluster.address) as client:
+        async with patient.client(cluster.address) as client:
             for stream in load.moved:
                 known = await client.get_request(stream.request_id)
                 assert (known.state, known.attempts) == (pb.REQUEST_STATE_FINISHED, 2)
@@ -96,7 +97,7 @@ def gone_on(load: Load, since: float) -> list[str]:
 
 
 async def requests_at(cluster: Cluster, worker_id: str, load: Load) -> set[str]:
-    async with AsyncClient(cluster.address) as client:
+    async with patient.client(cluster.address) as client:
         known = await asyncio.gather(*(client.get_request(s.request_id) for s in load.streams))
     return {k.request_id for k in known if k.worker_id == worker_id}
 
@@ -173,7 +174,7 @@ async def test_request_that_kills_workers_fails_alone(
     """Each worker is killed in the prefill of the same request, and only that request fails."""
     fake = FakeModel(step_time=0.004, token_time=0.0005, max_model_len=32_768)
     settings = config(tmp_path, workers=2, fake=fake)
-    async with running(settings) as cluster, AsyncClient(cluster.address) as client:
+    async with running(settings) as cluster, patient.client(cluster.address) as client:
         async with Load(cluster.addresses, 12, fake=fake, max_tokens=300) as load:
             await load.until(5, part=1.0)
             # The prefill takes twelve seconds, of which the first that are noticed are enough.
@@ -243,7 +244,7 @@ async def test_prompt_with_non_finite_logits_fails_alone(tmp_path: Path) -> None
         worker=WorkerConfig(num_blocks=256, dtype="float32", num_threads=1),
     )
     prompts = [[n + 10, 20, 30] for n in range(4)]
-    async with running(settings) as cluster, AsyncClient(cluster.address) as client:
+    async with running(settings) as cluster, patient.client(cluster.address) as client:
         alone = [await greedy(client, prompt) for prompt in prompts]
         neighbours = [asyncio.create_task(greedy(client, prompt)) for prompt in prompts]
         with pytest.raises(EverliftError, match="not finite") as caught:
@@ -275,7 +276,7 @@ async def greedy(client: AsyncClient, prompt: list[int]) -> list[int]:
 
 
 async def test_worker_with_other_model_is_rejected() -> None:
-    async with in_process.cluster(workers=1) as parts, AsyncClient(parts.address) as client:
+    async with in_process.cluster(workers=1) as parts, patient.client(parts.address) as client:
         other = Rank(replace(in_process.WORKER, fake=FakeModel(eos_one_in=7)))
         try:
             with pytest.raises(InvalidRequest, match="fingerprint"):

@@ -23,6 +23,7 @@ from router.ledger.config import LedgerConfig
 from router.ledger.embedded.embedded import running_url
 from router.ledger.redis.redis_ledger import connect
 from tests.support.free_port import free_port
+from tests.support.router import patient
 from worker.config import FakeModel, WorkerConfig
 from worker.runner.fake_runner import expected_tokens
 
@@ -99,7 +100,7 @@ async def check_some(client: AsyncClient, count: int) -> None:
 
 
 async def test_autoscaler_follows_queue_from_zero_to_two_workers(tmp_path: Path) -> None:
-    async with RayCluster(config(tmp_path)) as cluster, AsyncClient(cluster.addresses) as client:
+    async with RayCluster(config(tmp_path)) as cluster, patient.client(cluster.addresses) as client:
         await until_workers(client, 0)
         # It waits for a worker to start.
         await check_some(client, 1)
@@ -125,7 +126,7 @@ async def test_autoscaler_scales_only_the_model_with_a_queue(tmp_path: Path) -> 
     )
     [task] = prompts.mixed(1, seed=3)
     both = replace(config(tmp_path), models={"demo": demo})
-    async with RayCluster(both) as cluster, AsyncClient(cluster.addresses) as client:
+    async with RayCluster(both) as cluster, patient.client(cluster.addresses) as client:
         await until_workers(client, 0)
         assert await num_workers(client, "demo_model") == 1
         crowd = asyncio.create_task(check_some(client, 40))

@@ -18,6 +18,7 @@ from everlift.client.stream import Stream
 from everlift.sampling import TokenLogprobs
 from router.config import RouterConfig
 from tests.chaos.support import paused
+from tests.support.router import patient
 from worker.config import WorkerConfig
 
 COUNT = 160
@@ -118,7 +119,7 @@ def readers(
 
 @pytest.mark.long
 async def test_continuations_after_worker_kill_are_exact(cluster: ProcessCluster) -> None:
-    async with AsyncClient(cluster.address) as client:
+    async with patient.client(cluster.address) as client:
         first = await everything(client, "first", stop="")
         stop = first["seed"].texts[0][-40:-34]
         calm = await everything(client, "calm", stop)

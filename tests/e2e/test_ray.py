@@ -27,6 +27,7 @@ from router.config import RouterConfig
 from router.observability.metrics.catalogue import STEP_PARTS
 from tests.conftest import leaving_nothing
 from tests.support.free_port import free_port
+from tests.support.router import patient
 from tests.support.router.scrape import scraped
 from worker.config import WorkerConfig
 
@@ -91,7 +92,7 @@ async def answer(client: AsyncClient, prompt: str) -> tuple[list[int], str]:
 
 
 async def answers(address: str) -> list[tuple[list[int], str]]:
-    async with AsyncClient(address) as client:
+    async with patient.client(address) as client:
         return await asyncio.gather(*(answer(client, task.prompt) for task in TASKS))
 
 
@@ -101,7 +102,7 @@ async def running_answers(address: str) -> asyncio.Task[list[tuple[list[int], st
     On a busy machine a task may be done before the worker's status is read.
     """
     work = asyncio.create_task(answers(address))
-    async with AsyncClient(address) as client:
+    async with patient.client(address) as client:
         while (await only_worker(client)).num_running == 0:
             if work.done():
                 work = asyncio.create_task(answers(address))
@@ -150,7 +151,7 @@ async def test_router_replica_reports_metrics_address(running: RayCluster) -> No
 
 @pytest.mark.long
 async def test_status_names_resources_that_pending_worker_lacks(running: RayCluster) -> None:
-    async with AsyncClient(running.address) as client:
+    async with patient.client(running.address) as client:
         before = await only_worker(client)
 
         async def until_missing(said: str) -> None:
@@ -168,7 +169,7 @@ async def test_status_names_resources_that_pending_worker_lacks(running: RayClus
 async def test_redeployed_worker_hands_back_all_requests(running: RayCluster) -> None:
     from ray import serve
 
-    async with AsyncClient(running.address) as client:
+    async with patient.client(running.address) as client:
         before = await only_worker(client)
         work = await running_answers(running.address)
         worker = replace(running.config.worker, max_num_seqs=32)
@@ -197,7 +198,7 @@ def log_of(running: RayCluster, name: str) -> list[dict[str, Any]]:
 async def test_killed_rank_ends_its_replica_and_loses_no_token(
     running: RayCluster,
 ) -> None:
-    async with AsyncClient(running.address) as client:
+    async with patient.client(running.address) as client:
         before = await only_worker(client)
         work = await running_answers(running.address)
         os.kill(rank_pid(1), signal.SIGKILL)
@@ -261,7 +262,7 @@ async def test_streams_continue_while_ray_head_is_frozen(
     running: RayCluster, two_nodes: Any
 ) -> None:
     [head] = two_nodes.head_node.all_processes["gcs_server"]
-    async with AsyncClient(running.address) as client:
+    async with patient.client(running.address) as client:
         await only_worker(client)
         work = await running_answers(running.address)
         head.process.send_signal(signal.SIGSTOP)
@@ -296,7 +297,7 @@ async def test_killed_raylet_loses_its_worker_and_no_token(
             serve.run, running.application(changed), name="everlift", route_prefix=None
         )
     node = two_nodes.list_all_nodes()[1]
-    async with AsyncClient(running.address) as client:
+    async with patient.client(running.address) as client:
         before = await alive_workers(client, 2)
 
         def begin() -> asyncio.Future[list[tuple[list[int], str]]]:

@@ -16,6 +16,7 @@ from cluster.ray.ray_cluster import RayCluster
 from everlift.client.client import AsyncClient
 from router.config import RouterConfig
 from tests.conftest import leaving_nothing
+from tests.support.router import patient
 from worker.config import FakeModel, WorkerConfig
 from worker.runner.fake_runner import expected_tokens
 
@@ -77,14 +78,14 @@ async def test_router_autoscaler_adds_and_removes_router_with_load(tmp_path: Pat
         try:
             async with RayCluster(config(tmp_path, nodes.address)) as cluster:
                 assert num_routers() == 1
-                async with AsyncClient(cluster.addresses) as client:
+                async with patient.client(cluster.addresses) as client:
                     crowd = asyncio.gather(*(ask(client, seed) for seed in range(12)))
                     await until(lambda: num_routers() == 2)
                     await crowd
                 await until(lambda: num_routers() == 1)
                 # Either of them may have gone.
                 await cluster._find_router()
-                async with AsyncClient(cluster.addresses) as client:
+                async with patient.client(cluster.addresses) as client:
                     await ask(client, 99)
         finally:
             nodes.shutdown()

@@ -14,12 +14,12 @@ import yaml
 from cluster.config import Config, load
 from cluster.ray import local_ray
 from cluster.ray.build import serve_yaml
-from everlift.client.client import AsyncClient
 from router.ledger.config import URL_VARIABLE, LedgerConfig
 from router.ledger.embedded.embedded import EmbeddedLedger
 from router.ledger.redis.redis_ledger import connect
 from tests.conftest import leaving_nothing
 from tests.support.free_port import free_port
+from tests.support.router import patient
 from tests.support.serve_api import call
 
 # Ray and Serve warn of this and that of their own.
@@ -147,7 +147,7 @@ def events(state_dir: Path) -> set[tuple[str, str]]:
 
 
 async def has_policy() -> None:
-    async with AsyncClient(await address()) as client:
+    async with patient.client(await address()) as client:
         policy = await client.set_policy()
     assert (policy.order, policy.max_queued, list(policy.overridden)) == ("shortest", 77, [])
 

@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 
 from cluster.ray import local_ray
-from everlift.client.client import AsyncClient
 from router.ledger.config import URL_VARIABLE, LedgerConfig
 from router.ledger.embedded.embedded import EmbeddedLedger
 from tests.conftest import leaving_nothing
 from tests.support.chart import Object, running_helm
 from tests.support.free_port import free_port
+from tests.support.router import patient
 from tests.support.serve_api import call
 from worker.config import FakeModel
 from worker.runner.fake_runner import expected_tokens
@@ -259,7 +259,7 @@ class Load:
         prompt = [seed % 256, seed // 256, *range(14)]
         tokens: list[int] = []
         try:
-            async with AsyncClient(addresses) as client:
+            async with patient.client(addresses) as client:
                 stream = client.generate(
                     prompt, max_tokens=TOKENS, temperature=0.0, model=model, ignore_eos=True
                 )
@@ -277,20 +277,20 @@ class Load:
 
 
 async def total_workers(address: str) -> int:
-    async with AsyncClient(address) as client:
+    async with patient.client(address) as client:
         return sum(worker.alive for worker in (await client.status()).workers)
 
 
 async def is_steady(address: str) -> bool:
     """The autoscaler has added what the load needs, and the queue of before is worked off."""
-    async with AsyncClient(address) as client:
+    async with patient.client(address) as client:
         status = await client.status()
     return sum(worker.alive for worker in status.workers) >= WORKERS and not status.queued
 
 
 async def served_model(address: str) -> str:
     """Return the name of the model that a new connection leads to."""
-    async with AsyncClient(address) as client:
+    async with patient.client(address) as client:
         return (await client.models()).models[0].name
 
 

@@ -17,11 +17,11 @@ from cluster import endpoint
 from cluster.cli import app
 from cluster.config import Config, load
 from cluster.local.processes import ProcessCluster
-from everlift import AsyncClient
 from everlift.v1 import inference_pb2 as pb
 from router.ledger.embedded.embedded import running_url
 from router.ledger.redis.connections import Command
 from router.ledger.redis.redis_ledger import connect
+from tests.support.router import patient
 from tests.support.router.restored_logging import restored_logging
 from worker.config import FakeModel
 from worker.runner.fake_runner import expected_tokens
@@ -85,7 +85,7 @@ async def until(holds: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def alive(cluster: ProcessCluster) -> set[str]:
-    async with AsyncClient(cluster.addresses) as client:
+    async with patient.client(cluster.addresses) as client:
         return {worker.worker_id for worker in (await client.status()).workers if worker.alive}
 
 
@@ -95,7 +95,7 @@ async def during(cluster: ProcessCluster, *commands: tuple[str, ...]) -> list[st
     The stream must have the right tokens.
     """
     whom, tokens = [], []
-    async with AsyncClient(cluster.addresses) as client:
+    async with patient.client(cluster.addresses) as client:
         stream = client.generate(PROMPT, max_tokens=TOKENS, temperature=0.0)
         async for chunk in stream:
             tokens += chunk.token_ids
@@ -133,7 +133,7 @@ async def test_chaos_killed_rank_ends_its_worker(config: Config) -> None:
 async def test_chaos_faults_hit_their_targets_without_harming_streams(
     cluster: ProcessCluster,
 ) -> None:
-    async with AsyncClient(cluster.addresses) as client:
+    async with patient.client(cluster.addresses) as client:
         leader = (await client.status()).leader
     first, second = sorted(await alive(cluster))
     assert await during(
@@ -154,7 +154,7 @@ async def test_chaos_faults_hit_their_targets_without_harming_streams(
     ]
 
     async def is_ledger_back() -> bool:
-        async with AsyncClient(cluster.addresses) as client:
+        async with patient.client(cluster.addresses) as client:
             return not (await client.status()).ledger.away
 
     await until(is_ledger_back)
@@ -169,7 +169,7 @@ async def test_paused_leader_is_replaced_by_the_other_router(cluster: ProcessClu
 
     async def is_led_by_another() -> bool:
         for address in cluster.addresses:
-            async with AsyncClient(address) as client, asyncio.timeout(5):
+            async with patient.client(address) as client, asyncio.timeout(5):
                 if (await client.status()).leader not in ("", leader):
                     return True
         return False
@@ -181,7 +181,7 @@ async def test_drained_worker_is_empty_and_receives_no_requests(cluster: Process
     worker = min(await alive(cluster))
     result = await run("drain", worker[:6], "--wait")
     assert result.stdout.splitlines()[-1] == f"{worker} has no requests left"
-    async with AsyncClient(cluster.address) as client:
+    async with patient.client(cluster.address) as client:
         stream = client.generate(PROMPT, max_tokens=TOKENS, temperature=0.0)
         assert [token async for chunk in stream for token in chunk.token_ids] == expected_tokens(
             PROMPT, TOKENS, FAKE
@@ -227,7 +227,7 @@ async def test_chaos_command_is_rejected_without_chaos(config: Config) -> None:
 
 
 async def test_chaos_check_finds_a_corrupted_ledger(cluster: ProcessCluster) -> None:
-    async with AsyncClient(cluster.address) as client:
+    async with patient.client(cluster.address) as client:
         for name in ("whole", "broken"):
             await client.generate(PROMPT, max_tokens=3, temperature=0.0, request_id=name).text()
         assert (await client.get_request("whole")).state == pb.REQUEST_STATE_FINISHED

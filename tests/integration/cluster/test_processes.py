@@ -23,6 +23,7 @@ from cluster.local.replica import RouterReplica
 from everlift import AsyncClient, OnDisconnect
 from everlift.v1 import inference_pb2 as pb
 from tests.support.free_port import free_port
+from tests.support.router import patient
 
 TOKENS = 200
 SETTINGS = [
@@ -54,7 +55,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 
 async def undisturbed(cluster: ProcessCluster) -> str:
-    async with AsyncClient(cluster.addresses) as client:
+    async with patient.client(cluster.addresses) as client:
         return await client.generate("prompt", temperature=0.0, max_tokens=TOKENS).text()
 
 
@@ -64,7 +65,7 @@ async def worker_that_runs(cluster: ProcessCluster, client: AsyncClient) -> int:
 
 
 async def num_alive(address: str) -> int:
-    async with AsyncClient(address) as client:
+    async with patient.client(address) as client:
         return sum(worker.alive for worker in (await client.status()).workers)
 
 
@@ -74,7 +75,7 @@ async def test_routers_all_serve_with_all_workers(config: Config) -> None:
         assert len([pid for pid in cluster.pids if is_alive(pid)]) == 5
         texts = set()
         for address in cluster.addresses:
-            async with AsyncClient(address) as client:
+            async with patient.client(address) as client:
                 texts.add(await client.generate("x", max_tokens=5, temperature=0.0).text())
         assert len(texts) == 1
 
@@ -83,7 +84,7 @@ async def test_routers_all_serve_with_all_workers(config: Config) -> None:
 async def test_stream_continues_when_its_worker_is_killed(config: Config) -> None:
     async with ProcessCluster(replace(config, num_workers=2)) as cluster:
         expected = await undisturbed(cluster)
-        async with AsyncClient(cluster.address) as client:
+        async with patient.client(cluster.address) as client:
             stream = client.generate("prompt", temperature=0.0, max_tokens=TOKENS)
             text, victim = "", -1
             async for chunk in stream:
@@ -106,7 +107,7 @@ async def test_explain_reports_the_time_to_detect_a_lost_worker(
     config: Config, number: signal.Signals
 ) -> None:
     async with ProcessCluster(replace(config, num_workers=2)) as cluster:
-        async with AsyncClient(cluster.address) as client:
+        async with patient.client(cluster.address) as client:
             stream = client.generate("prompt", max_tokens=TOKENS, request_id="r")
             victim = -1
             async for chunk in stream:
@@ -129,7 +130,7 @@ async def test_explain_reports_the_time_to_detect_a_lost_worker(
 
 async def test_explain_reports_waiting_for_a_starting_worker(config: Config) -> None:
     """The start is reported from the beginning of its process on."""
-    async with ProcessCluster(config) as cluster, AsyncClient(cluster.address) as client:
+    async with ProcessCluster(config) as cluster, patient.client(cluster.address) as client:
         await cluster.kill_worker(0)
         asking = asyncio.create_task(client.generate("x", max_tokens=5, request_id="r").text())
         async with asyncio.timeout(20):
@@ -148,7 +149,7 @@ async def test_stream_resumes_after_a_router_restart(
     async with ProcessCluster(config) as cluster:
         expected = await undisturbed(cluster)
         address = cluster.address
-        async with AsyncClient(address) as client:
+        async with patient.client(address) as client:
             before = await client.status()
             text, has_restarted = "", False
             async for chunk in client.generate("prompt", temperature=0.0, max_tokens=TOKENS):
@@ -322,7 +323,7 @@ async def test_next_cluster_resumes_after_the_first_is_killed(config: Config) ->
     with first:
         assert first.stdout is not None
         address, *pids = (await asyncio.to_thread(first.stdout.readline)).split()
-        async with AsyncClient(address) as client:
+        async with patient.client(address) as client:
             text = await client.generate("done", request_id="done", max_tokens=5).text()
             stream = client.generate(
                 "open",
@@ -335,7 +336,7 @@ async def test_next_cluster_resumes_after_the_first_is_killed(config: Config) ->
             await until(lambda: is_written(config.state_dir, b"done", b"open"))
         first.kill()
     await until(lambda: not any(is_alive(int(pid)) for pid in pids))
-    async with ProcessCluster(config) as cluster, AsyncClient(cluster.address) as client:
+    async with ProcessCluster(config) as cluster, patient.client(cluster.address) as client:
         assert (await client.get_request("done")).state == pb.REQUEST_STATE_FINISHED
         assert await client.attach("done").text() == text
         again = [chunk async for chunk in client.attach("open")]
