@@ -149,7 +149,7 @@ def checked_adapters(texts: tuple[str, ...], model: str) -> tuple[str, ...]:
 
 
 def check_names(models: Mapping[str, ModelConfig]) -> None:
-    """Raise ValueError if clients could not tell two models or adapters by their names.
+    """Raise ValueError if two models or adapters have a name in common, so that it is ambiguous.
 
     ``models`` are the settings of each model by the name of its group, with "" for the first model.
     """
@@ -207,11 +207,11 @@ def source_of(path: str) -> str:
 
 
 def interchangeable(groups: Sequence[WorkerGroup], group: WorkerGroup) -> list[WorkerGroup]:
-    """Return the groups whose models a worker of ``group`` can serve on command, itself included.
+    """Return the groups between whose models a worker of ``group`` can change at run time.
 
-    Their workers take the same resources, of one node, and run Everlift's own engine. The result
-    is empty if there is no other such group. On several nodes, only the first one would get the
-    files before the change.
+    These are ``group`` and all others whose workers run Everlift's own engine on one node, with the
+    same resources. The result is empty if there is no such other group. A worker on several nodes
+    cannot change its model, because only the first node would get the new files before the change.
     """
 
     def resources(it: WorkerGroup) -> tuple[object, ...]:

@@ -49,7 +49,7 @@ class HttpApi:
             return await answer.json()
 
     async def read_lines(self, path: str) -> AsyncGenerator[bytes]:
-        """Yield the lines of the answer to a GET of ``path``, without their ends."""
+        """Yield the lines of the answer to a GET of ``path``, without line terminators."""
         rest = b""
         async with self._answer("GET", path) as answer:
             async for data in answer.content.iter_any():

@@ -54,7 +54,7 @@ class Served:
         return cls(context, longest, has_template, bool(gpus))
 
     def shorter(self, config: Config) -> str:
-        """Return a message if ``longest`` is less than ``context``: the cause and the remedy.
+        """Return a message with cause and remedy if ``longest`` is less than ``context``.
 
         The message is empty if workers can hold the full context, or if ``longest`` is unknown.
         """

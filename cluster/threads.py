@@ -33,9 +33,9 @@ _VLLM_BLOCK_TIME = "5"
 def threads_per_rank(groups: Sequence[WorkerGroup], group: WorkerGroup, cores: int) -> int:
     """Return the number of CPU threads of a rank of ``group``: ``worker.num_threads`` if it is set.
 
-    Otherwise the ``cores`` are divided among the ranks of all ``groups`` on the machine when each
-    has its maximum number of workers: those that the groups with ``num_threads`` leave, by the
-    ranks of the others. The result is rounded down, and at least 1.
+    ``groups`` are all groups on the machine, which has ``cores`` cores. Each group counts with its
+    maximum number of workers. The cores that the groups with ``num_threads`` leave are divided
+    equally among the ranks of the other groups. The result is rounded down, and at least 1.
     """
     if group.worker.num_threads is not None:
         return group.worker.num_threads

@@ -25,8 +25,9 @@ _NONE = ("", "-1")
 def gpus_of_ranks(
     groups: Sequence[WorkerGroup], group: WorkerGroup, gpus: Sequence[str], worker: int = 0
 ) -> list[str]:
-    """Return the GPU of each rank of worker number ``worker``; for vLLM, its GPUs with commas.
+    """Return the name of the GPU of each rank of worker number ``worker``.
 
+    vLLM has a single rank, whose text has the names of all GPUs of the worker, separated by commas.
     The worker is one of ``group``, which is one of the ``groups`` that share the machine. ``gpus``
     are the names of the visible GPUs. With fewer than two, and for a group that uses none, all
     names are empty, so that CUDA chooses.
@@ -45,7 +46,7 @@ def ranks_with_gpus(groups: Iterable[WorkerGroup]) -> int:
 
 
 def uses_gpus(group: WorkerGroup) -> bool:
-    """Return whether the workers use GPUs, where there are some."""
+    """Return whether the group's workers use GPUs on a machine that has GPUs."""
     return not group.worker.is_fake and group.worker.device != "cpu"
 
 

@@ -46,7 +46,7 @@ class RankLaunch:
     gpu: str = ""
     #: internal addresses of the routers, to which rank 0 announces the worker
     routers: tuple[str, ...] = ()
-    #: settings of the worker for each model that it can serve on command, its first one included
+    #: settings of the worker for each model to which it can change, its first one included
     models: tuple[WorkerConfig, ...] = ()
 
 

@@ -98,7 +98,7 @@ def stdin_bytes(parent: int, launch: Launch) -> bytes:
 
 
 def interpreter(launch: Launch) -> str:
-    """Return the Python interpreter of a process; empty for that of this process."""
+    """Return the path of a process's Python interpreter; empty if it is this process's own."""
     return launch.worker.python if isinstance(launch, RankLaunch) else ""
 
 

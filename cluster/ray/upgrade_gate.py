@@ -45,15 +45,15 @@ class Progress:
     ) -> bool:
         """Return whether this cluster has enough workers, so that the other cluster may be removed.
 
-        All workers of this cluster must be running. In addition, there must be at least as many of
-        each deployment as in the other clusters together, or all must have been running for
-        ``_SETTLED_S`` seconds.
+        All workers of this cluster must be running. In addition, each deployment must have at least
+        as many workers as the other clusters have for it together, or all workers must have been
+        running for ``_SETTLED_S`` seconds.
 
         Args:
             own: Number of running workers of this cluster, by the name of their deployment.
-            total: Number of workers of all serving clusters, by the name of the deployment here.
-                These are the workers to which the router is connected, and the workers of an active
-                cluster of other models.
+            total: Number of workers of this and the other serving clusters, by the name of the
+                deployment in this cluster. These are the workers to which the router is connected,
+                and the workers of an active cluster of other models.
             is_complete: Whether all workers that this cluster is to have are running.
             now: Monotonic time in seconds.
         """

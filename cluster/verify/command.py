@@ -65,7 +65,7 @@ def verify(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON.")
     ] = None,
 ) -> None:
-    """Verify that an OpenAI endpoint loses, repeats and changes no output when disturbed."""
+    """Verify that an OpenAI endpoint neither loses, repeats nor changes output when disturbed."""
     places = [_place(each) for each in at.split(",")]
     chats = probes(num_chats, {"max_tokens": max_tokens, **_fields(body)})
     model, cases = asyncio.run(_verify(url, model, chats, places, kill))

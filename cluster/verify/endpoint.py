@@ -60,10 +60,11 @@ class Endpoint:
         received: Received,
         break_after: int | None = None,
     ) -> None:
-        """Read the stream of a chat into ``received``, from where that ends.
+        """Read the stream of a chat, and append it to ``received``.
 
-        ``key`` is the idempotency key. With ``break_after``, the client disconnects once it has
-        that many pieces. An error ends the stream, and is written to ``received``.
+        If ``received`` has the id of an event, the stream resumes after this event. ``key`` is the
+        idempotency key. With ``break_after``, the client disconnects once ``received`` has that
+        many pieces. An error ends the stream, and is written to ``received``.
         """
         headers = {"idempotency-key": key, "accept": "text/event-stream"}
         if received.last_id:

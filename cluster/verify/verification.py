@@ -56,7 +56,10 @@ def probes(number: int, fields: Mapping[str, Any]) -> list[Probe]:
 
 
 class Verification:
-    """Verification with some chats; ``expected`` are their undisturbed outputs by name."""
+    """Verification of ``endpoint`` with ``chats``.
+
+    ``expected`` has the undisturbed output of each chat, by the name of the chat.
+    """
 
     def __init__(self, endpoint: Endpoint, chats: Sequence[Probe]) -> None:
         self._endpoint = endpoint

@@ -55,7 +55,10 @@ def chunk_hashes(tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
 
 
 def session_hash(tenant: str, session_id: str) -> bytes:
-    """Return the SHA-256 that identifies a session of a tenant (empty: no tenants)."""
+    """Return the SHA-256 that identifies a session of a tenant.
+
+    ``tenant`` is empty if tenants are not distinguished.
+    """
     return hashlib.sha256(f"{tenant}/{session_id}".encode()).digest()
 
 
@@ -99,7 +102,7 @@ class TokenDigest:
 
 
 def token_digest(tokens: Sequence[int]) -> int:
-    """Return the ``TokenDigest`` value of ``tokens``."""
+    """Return the 64-bit digest of ``tokens`` (``TokenDigest``), which client and router compare."""
     digest = TokenDigest()
     digest.add(tokens)
     return digest.value

@@ -87,7 +87,10 @@ class LeaderState:
         return any(queue.has_work for queue in self._queues.values())
 
     def apply_rules(self, rules: Rules, now: float) -> Iterator[None]:
-        """Apply changed rules in steps, by iterating over the result (``ModelQueue``)."""
+        """Apply changed rules to all models' queues; each iteration of the result is one step.
+
+        ``ModelQueue.apply_rules`` describes the steps.
+        """
         self._rules = rules
         for queue in [*self._queues.values()]:
             yield from queue.apply_rules(rules, now)
@@ -184,7 +187,7 @@ class LeaderState:
                 if first == model or before is None or after is None:
                     continue
                 if before.HasField("wanted_workers") and after.HasField("wanted_workers"):
-                    # The worker was changed on command, so it is wanted where it is now.
+                    # An operator has changed the worker's model, so it is wanted where it is now.
                     before.wanted_workers = max(0, before.wanted_workers - 1)
                     after.wanted_workers += 1
         return total_load(term, loads)
@@ -225,9 +228,9 @@ class LeaderState:
 
     @property
     def next_expiry(self) -> float | None:
-        """Time at which ``place`` must be called, because a wait for a worker ends; None if none.
+        """Time at which the next wait for a worker with a cached prefix ends; None if none.
 
-        It may be too early.
+        ``place`` must be called then. The time may be too early, but not too late.
         """
         times = (queue.next_expiry for queue in self._queues.values())
         return min((time for time in times if time is not None), default=None)
@@ -276,7 +279,7 @@ _LARGEST = ("waited_s", "service_gap", "starting_s")
 def total_load(term: int, models: Mapping[str, session_pb2.ClusterLoad]) -> session_pb2.ClusterLoad:
     """Return the load of all models together, with the load of each model.
 
-    The total has no tenants' token counters, which are different ones for each model.
+    The total has no tenants' token counters, because each model has counters of its own.
     """
     total, loads = session_pb2.ClusterLoad(term=term, models=models), [*models.values()]
     for name in _SUMS:

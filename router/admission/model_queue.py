@@ -175,7 +175,7 @@ class ModelQueue:
         return bool(self._queue) or self._running.has_preempted
 
     def apply_rules(self, rules: Rules, now: float) -> Iterator[None]:
-        """Apply changed rules in steps, by iterating over the result.
+        """Apply changed rules; each iteration of the result is one step.
 
         The first step applies all rules except the order of the queue and fair shares, which change
         when the iterator is exhausted. If the caller stops before, these two do not change. While
@@ -452,9 +452,9 @@ class ModelQueue:
 
     @property
     def next_expiry(self) -> float | None:
-        """Time at which ``place`` must be called, because a wait for a worker ends; None if none.
+        """Time at which the next wait for a worker with a cached prefix ends; None if none.
 
-        It may be too early.
+        ``place`` must be called then. The time may be too early, but not too late.
         """
         return self._parking.next_expiry
 

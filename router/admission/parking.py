@@ -16,9 +16,9 @@ class Wait:
     """Decision that a request waits for a busy worker, at most until ``until``.
 
     The worker has ``cached_tokens`` leading tokens of the request in its prefix cache. The best
-    other worker would compute those that it lacks in ``compute_s`` seconds. Together with what that
-    costs other requests, the wait saves ``saved_s`` seconds. Without a ``worker_id``, no worker
-    serves the request's adapter yet.
+    other worker would compute those that it lacks in ``compute_s`` seconds. The wait saves
+    ``saved_s`` seconds: that time, and the time by which the computation would delay other
+    requests. Without a ``worker_id``, no worker serves the request's adapter yet.
     """
 
     worker_id: str

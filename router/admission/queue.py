@@ -491,7 +491,7 @@ class AdmissionQueue:
             self._fair_share.note_removed(waiting)
 
     def reorder(self, policy: Policy, *, is_fair: bool = False) -> Iterator[None]:
-        """Change the queue policy; the change is done in steps, by iterating over the result. O(n).
+        """Change the queue policy; each iteration of the result is one step of the change. O(n).
 
         With ``is_fair``, tenants are served by their token counters. The old order stays in effect
         until the iterator is exhausted.

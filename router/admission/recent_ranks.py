@@ -1,4 +1,4 @@
-"""Ranks of values among recent ones. Pure."""
+"""Rank of a value among the last values of its kind, as a fraction. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WINDOW = 1024
 
 
 class RecentRanks:
-    """Ranks of values, such as predicted lengths, among the last values."""
+    """Ranks of values, such as predicted lengths, among the last ``WINDOW`` values."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque()

@@ -293,7 +293,7 @@ class RunningTable:
             yield self._running[rank[2]]
 
     def from_class(self, priority: int, worker_id: str) -> Iterator[Running]:
-        """Yield a worker's requests of class ``priority`` or higher, in ascending order."""
+        """Yield a worker's requests of class ``priority`` or higher, the lowest class first."""
         ranks = self._ranks.get(worker_id, [])
         for rank in ranks[bisect_left(ranks, (priority,)) :]:
             yield self._running[rank[2]]

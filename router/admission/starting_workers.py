@@ -35,5 +35,5 @@ class StartingWorkers:
         return sum(until > now for until, _ in self._until.values())
 
     def longest_s(self, now: float) -> float:
-        """Return the seconds since the oldest present start began; 0 if none. O(starts)."""
+        """Return the seconds since the earliest unfinished start began; 0 if none. O(starts)."""
         return max((now - since for until, since in self._until.values() if until > now), default=0)

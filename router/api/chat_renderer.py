@@ -93,7 +93,7 @@ class ChatRenderer:
         return replace(rendered, images=conversation.images)
 
     def rendered(self, model: ServedModel, prompt: str, tools: ToolUse) -> RenderedChat:
-        """Return a prompt that was rendered before, or its end, with its tools."""
+        """Return the RenderedChat of a prompt, or of the end of one, that was rendered before."""
         template = self._templates.get(model.name)
         formats = template.formats if template is not None else Formats()
         return RenderedChat(model, prompt, tools.grammar(formats.tools), tools, formats)

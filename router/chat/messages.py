@@ -74,7 +74,8 @@ def _turn(at: str, raw: object) -> Turn:
 def template_messages(turns: Sequence[Turn], *, as_parts: bool = False) -> list[Message]:
     """Return turns as the messages that a chat template reads.
 
-    ``as_parts``: the content of all messages is a list of parts, not only if it has images.
+    The content of a message with images is a list of parts. With ``as_parts``, that of every
+    message is.
     """
     return [_template_message(turn, as_parts) for turn in with_function_names(turns)]
 
@@ -158,7 +159,7 @@ def check_image_role(at: str, role: Role) -> None:
 
 
 def text_of(at: str, value: object) -> str:
-    """Return ``value`` if it is a text. Raises InvalidRequest otherwise, naming ``at``."""
+    """Return ``value`` if it is a string. Raises InvalidRequest otherwise, naming ``at``."""
     if not isinstance(value, str):
         raise InvalidRequest(f"{at} must be a text")
     return value

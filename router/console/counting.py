@@ -150,7 +150,10 @@ class Aggregates:
         return sorted(merged.values(), key=lambda failure: (-failure.recent, failure.slug))
 
     def tenant_prompts(self) -> dict[str, Prompts]:
-        """Return the prompts of the last five minutes by tenant, summed over all routers."""
+        """Return each tenant's prompt tokens and cache hits of the last five minutes.
+
+        The numbers are summed over all routers.
+        """
         summed: dict[str, Prompts] = {}
         for router in self._routers.values():
             for tenant, prompts in router.prompts.items():

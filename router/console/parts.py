@@ -105,7 +105,7 @@ class Measured(Protocol):
         ...
 
     def tenant_prompts(self) -> Mapping[str, Prompts]:
-        """Return the prompts of this router's requests by tenant, as in its metrics."""
+        """Return each tenant's prompt tokens and cache hits, as in this router's metrics."""
         ...
 
 

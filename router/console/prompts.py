@@ -22,7 +22,7 @@ class Prompts(NamedTuple):
     cached: int = 0
 
     def plus(self, other: Prompts) -> Prompts:
-        """Return the sum of the prompts of two workers, routers or tenants."""
+        """Return the sums of the numbers of two workers, routers or tenants."""
         return Prompts(self.tokens + other.tokens, self.cached + other.cached)
 
 
@@ -41,7 +41,7 @@ class _Counter:
 
 
 class RecentPrompts:
-    """Prompts of the last five minutes, by the name of a worker or tenant.
+    """Prompt tokens and cache hits of the last five minutes, by the name of a worker or tenant.
 
     ``before`` maps names to the totals from which prompts are counted; the default is zero. If
     ``before`` is None, prompts are counted from the first total of each name.

@@ -103,9 +103,10 @@ class _TrackedRequest:
 
 @dataclass(frozen=True, slots=True)
 class SlotChanges:
-    """Changes since the last update.
+    """Changes of the slot grid since the last update.
 
-    ``requests`` maps the keys of requests that have entered a slot to their ids.
+    ``requests`` has, by key, the ids of the requests that have entered a slot. A key is the number
+    that stands for a request on the page.
     """
 
     slots: list[Change] = field(default_factory=list)

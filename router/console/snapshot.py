@@ -242,14 +242,14 @@ class Snapshot:
         ]
 
     def worker_prompts(self, worker_ids: Iterable[str]) -> list[Json]:
-        """Return the prompts of the last five minutes of these workers, as JSON."""
+        """Return each worker's prompt tokens and cache hits of the last five minutes, as JSON."""
         return [_named(name, self._prompts.of(name)) for name in worker_ids]
 
     def tenant_prompts(self, tenant: str | None) -> list[Json]:
-        """Return the prompts of the last five minutes by tenant, most tokens first, as JSON.
+        """Return each tenant's prompt tokens and cache hits of the last five minutes, as JSON.
 
         ``tenant`` selects one tenant. With None, the list has the 64 tenants with the most tokens,
-        and the sum of all others.
+        in descending order, and the sum of all others.
         """
         found = {
             name: prompts

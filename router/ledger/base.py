@@ -466,7 +466,7 @@ class Ledger(Protocol):
     async def workers(self) -> list[session_pb2.WorkerInfo]: ...
 
     async def last_workers(self) -> list[session_pb2.WorkerInfo]:
-        """Return the worker of each model that was added last, even if it is gone."""
+        """Return, for each model, the worker that was added last, even if it is gone."""
         ...
 
     # load

@@ -98,8 +98,8 @@ class Tally:
     ``migrations`` counts the attempts that continued after the tokens of an earlier one.
     ``recomputed_tokens`` is the number of tokens that were computed again after a preemption, a
     lost worker or a migration. ``cached_tokens`` is the number of prompt tokens that the first
-    attempt found in the prefix cache. ``arithmetic`` identifies what rounded the results of all
-    attempts, as ``router.requests.continuation`` defines it.
+    attempt found in the prefix cache. ``arithmetic`` identifies the arithmetic of all attempts, as
+    ``router.requests.continuation`` defines it.
     """
 
     preemptions: int = 0

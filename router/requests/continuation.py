@@ -1,7 +1,7 @@
 """Effect of interruptions on the output of a request. Pure.
 
 The results of a worker have the same bits in any batch if its ``arithmetic`` has a name. If all
-attempts of a request had the same one, an attempt continues as the earlier one would have.
+attempts of a request had the same arithmetic, the output is that of an uninterrupted request.
 """
 
 from __future__ import annotations

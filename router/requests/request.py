@@ -74,7 +74,7 @@ class Output:
             self.logprobs.extend(logprobs[: len(self) - start])
 
     def finish(self) -> None:
-        """Release the text that is held back as ``tail``, because no token follows."""
+        """Make the text that is still held back available as ``tail``; no token may follow."""
         self._tail = self._text.finish()
 
     def text(self, start: int, stop: int) -> str:
@@ -319,7 +319,7 @@ class LiveRequest:
         self.preemptions = entry.tally.preemptions
         self.migrations = entry.tally.migrations
         self.recomputed_tokens = entry.tally.recomputed_tokens
-        #: identifies what rounded the results of the attempts
+        #: identifies the arithmetic of the attempts (continuation.py)
         self.arithmetic = entry.tally.arithmetic
         #: prompt tokens that the first attempt found in the prefix cache; None if not known yet
         self.cached_tokens = entry.tally.cached_tokens or (0 if self.num_tokens else None)

@@ -94,7 +94,7 @@ class PromptMark:
         return next((it.num_characters for it in matches), 0)
 
     def is_last(self, text: str, *, has_added: bool) -> bool:
-        """Return whether ``text`` continues this prompt and no later prompt of its session.
+        """Return whether ``text`` continues this prompt and contains no later one of its session.
 
         A later prompt of the session ends with the same generation prompt, which is the text from
         the end of ``divisible`` to the end of ``whole``.

@@ -61,7 +61,7 @@ def name_of(device: torch.device) -> str:
     """Return the name of the device, including settings that affect its speed.
 
     The name of a CPU includes the number of torch's threads. That of a GPU ends with "without
-    kernels" if this project's kernels do not work on it.
+    kernels" if Everlift's kernels do not work on it.
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -70,10 +70,10 @@ def name_of(device: torch.device) -> str:
 
 
 def arithmetic(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the name of what rounds results, empty if these depend on the batch.
+    """Return a name for the arithmetic in use: equal names mean bit-identical results of a row.
 
-    Only compiled code for a CPU in float32 or bfloat16 computes a row with the same bits in any
-    batch.
+    The result is empty if the bits depend on the batch. Only compiled code for a CPU, in float32 or
+    bfloat16, computes a row with the same bits in any batch.
     """
     if device.type != "cpu" or dtype == torch.float16 or native.why_no_code():
         return ""

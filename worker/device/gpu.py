@@ -95,6 +95,6 @@ class CudaMemory:
 
 
 def release_cached_memory() -> None:
-    """Return the memory that torch has cached to the GPU, if this process uses one."""
+    """Release the GPU memory that torch has cached but does not use, if this process uses a GPU."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()

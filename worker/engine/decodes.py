@@ -114,7 +114,8 @@ class Decodes:
     def set_positions(self, slots: Ints, positions: Ints) -> None:
         """Replace the positions of ``slots`` [n] by ``positions`` [n], after drafts were accepted.
 
-        All slots must be tracked, and ``pop_seconds`` must have reset them since the last ``add``.
+        All slots must be tracked, and must have been reset with ``pop_seconds`` after the last
+        ``add``.
         """
         offsets = positions + 1 - self._num_steps
         self._offsets += int(offsets.sum() - self._snapshots[slots, _OFFSET].sum())

@@ -72,7 +72,10 @@ class InFlightStep:
         self._batch.slot_table.mark_launched(*columns)
 
     def commit(self) -> Plan:
-        """Undo ``launch`` in the batch, and return the plan without rows of removed sequences."""
+        """Undo the changes of ``launch`` in the batch, so that the real results can be added.
+
+        Return the plan without the rows of removed sequences.
+        """
         plan = self.remaining_plan()
         columns = (plan.rows.slots, plan.rows.starts, plan.rows.samples)
         for slot, start, samples in zip(*(column.tolist() for column in columns), strict=True):

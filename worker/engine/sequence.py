@@ -206,9 +206,10 @@ class Sequence:
         self._check_length(limits)
 
     def position_of(self, num_tokens: int) -> int:
-        """Return how many leading tokens of ``tokens`` are in ``num_tokens`` of the engine.
+        """Return the number of ``tokens`` to which ``num_tokens`` tokens of the engine correspond.
 
-        Those before the last image are not counted until the engine has computed the image.
+        The engine's tokens include the additional tokens of all images, which are subtracted. The
+        result is therefore too small, and at least 0, until the last image has been computed.
         """
         return max(0, num_tokens - self.num_image_tokens)
 

@@ -54,10 +54,11 @@ def route_tokens(
 
 @triton.jit(do_not_specialize=["number"])
 def sort_pairs(experts, offsets, pairs, number, BLOCK: tl.constexpr):
-    """Sort the numbers of ``number`` pairs of a token and an expert by their ``experts``, stably.
+    """Sort the indices of ``number`` pairs of a token and an expert by expert, stably.
 
-    There is one program per expert. Program e writes to ``offsets[e]`` the number of pairs with
-    earlier experts, and from there on its pairs to ``pairs``. The last program also writes
+    ``experts`` [number] has the expert of each pair. There is one program per expert. Program e
+    writes to ``offsets[e]`` the number of pairs with smaller experts, and from ``pairs`` at this
+    offset on the indices of the pairs with expert e. The last program also writes
     ``offsets[e + 1]``.
     """
     expert, last = tl.program_id(0), tl.num_programs(0) - 1

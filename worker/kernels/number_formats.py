@@ -47,7 +47,10 @@ def to_e4m3(x):
 
 @triton.jit
 def from_e2m1(words, PLACE: tl.constexpr, dtype: tl.constexpr):
-    """Return the numbers of the 4-bit floats number PLACE of ``words`` int32; exact."""
+    """Return the values of the 4-bit floats (e2m1) at PLACE of each word, in ``dtype``; exact.
+
+    ``words`` int32 have eight of these floats each, and place 0 is the lowest four bits.
+    """
     top = words << (28 - 4 * PLACE)
     if dtype == tl.float32:
         numbers = ((top >> 6) & -0x7E400000).to(tl.float32, bitcast=True) * 8.507059173023462e37
@@ -62,10 +65,11 @@ def from_e2m1(words, PLACE: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def from_int4(words, PLACE: tl.constexpr, zeros, dtype: tl.constexpr):
-    """Return the codes number PLACE of ``words`` int32 minus 8 and ``zeros``; exact.
+    """Return code - 8 - ``zeros`` in ``dtype`` for the 4-bit code at PLACE of each word; exact.
 
-    ``zeros`` fp32 are integers from -8 to 7. A code becomes the last bits of the mantissa of a
-    power of two, which is then subtracted.
+    ``words`` int32 have eight codes each, and place 0 is the lowest four bits. ``zeros`` fp32 are
+    integers from -8 to 7. A code becomes the last bits of the mantissa of a power of two, which is
+    then subtracted.
     """
     codes = (words >> (4 * PLACE)) & 15
     if dtype == tl.float32:

@@ -57,7 +57,7 @@ def gate_and_multiply(
     """Compute ``out`` [tokens, width] = activation(gate) * up of ``gate_up`` [tokens, 2 * width].
 
     There is one program per (token, BLOCK columns). ``gate_up`` has gate before up. ACTIVATION is a
-    name in worker.model.spec.Activation, such as silu; gpt_oss is a gate of its own.
+    name in worker.model.spec.Activation, such as silu; gpt_oss has another formula.
     """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -60,7 +60,7 @@ class BadAdapter(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Checked adapter; ``rank`` is its largest, and ``digest`` a hash of its files."""
+    """Checked adapter; ``rank`` is its largest LoRA rank, and ``digest`` a hash of its files."""
 
     name: str
     directory: Path

@@ -1,7 +1,7 @@
 """Mixture of experts on a CPU, in one C++ call (mixture.h).
 
-A loop over experts in Python needs several calls for each expert, and while it makes them, the
-threads of the product are idle. It also divides just one expert's panels among the threads.
+A loop over experts in Python makes several calls for each expert. Between the calls, all threads
+but one are idle, and each call divides the panels of only one expert among the threads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Expert(ctypes.Structure):
 
 
 class NativeMixture(ctypes.Structure):
-    """Mixture of mixture.h."""
+    """Struct ``Mixture`` of mixture.h."""
 
     _fields_ = (
         ("router", NativeLinear),

@@ -422,7 +422,10 @@ class Decoder:
             linear.adapters.place(number, None if packed is None else packed[i])
 
     def adapter_bytes(self, rank: int) -> int:
-        """Return the size of this rank's share of an adapter of ``rank`` for all linear layers."""
+        """Return the size in bytes of this rank's share of an adapter for all linear layers.
+
+        ``rank`` is the adapter's LoRA rank.
+        """
         return sum(
             linear.adapters.num_bytes(rank)
             for linear in self._adapted_linears()

@@ -5,8 +5,8 @@ A weight keeps its memory. Its codes are reordered there, row by row:
     8 bits    in the order of the inputs
     4 bits    in blocks of 16 words, or of 8, 4, 2 and 1 words at the end of a row. Code j of word i
               of a block of n words is that of the block's input n * j + i. So a program reads each
-              word once, and its codes number j are those of consecutive inputs. Integers are stored
-              with 8 added.
+              word once, and codes j of consecutive words are those of consecutive inputs. Integers
+              are stored with 8 added.
 """
 
 from __future__ import annotations

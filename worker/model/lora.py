@@ -57,7 +57,7 @@ class _Parts(ctypes.Structure):
 
 
 class NativeAdapters(ctypes.Structure):
-    """Linear of lora.h."""
+    """Struct ``Linear`` of lora.h."""
 
     _fields_ = (
         ("adapters", _POINTER),
@@ -133,7 +133,10 @@ class LinearAdapters:
         return 0 if self.native is None else int(self.native.most_ranks)
 
     def num_bytes(self, rank: int) -> int:
-        """Return the size of an adapter's matrices, if it changes the whole layer with ``rank``."""
+        """Return the size in bytes of the matrices of an adapter of LoRA rank ``rank``.
+
+        The adapter is assumed to change all outputs of the layer.
+        """
         return rank * self._size * self._dtype.itemsize
 
     def pack(self, parts: Sequence[LowRank]) -> PackedParts:

@@ -48,7 +48,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class NativeGroups(ctypes.Structure):
-    """Groups of quantised.h; all zeros for a weight that is not quantised."""
+    """Struct ``Groups`` of quantised.h; all zeros for a weight that is not quantised."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("number", "inputs", "first", "length", "words")),
@@ -60,7 +60,7 @@ class NativeGroups(ctypes.Structure):
 
 
 class NativeLinear(ctypes.Structure):
-    """Linear of panels.h: the addresses of a weight in panels and of its bias."""
+    """Struct ``Linear`` of panels.h: the addresses of a weight in panels and of its bias."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("panels", "scales", "bias")),

@@ -64,7 +64,10 @@ class Groups:
     """Division of a rank's inputs into groups of ``length``; the first one has ``first`` inputs."""
 
     def __init__(self, inputs: range, group: int | None, codes_per_word: int) -> None:
-        """Create the groups of the layer's ``inputs`` that a rank holds; they have one at least."""
+        """Create the groups of ``inputs``, the inputs of a layer that a rank holds.
+
+        ``group`` is the length of a group, or None for a single group. There is at least one group.
+        """
         width = len(inputs)
         self.length = group or max(width, 1)
         skipped = inputs.start % self.length if group else 0
@@ -86,7 +89,8 @@ class Quantised:
     """Weight [outputs, inputs] in the canonical form; a Form that multiplies with torch.
 
     ``blocks`` are the layers, or shares of layers, whose outputs follow each other in the weight.
-    They have the same inputs. Others, up to the number ``inputs``, are padding, which has no codes.
+    All blocks have the same inputs. If ``inputs`` is a larger number, the further inputs are
+    padding, which has no codes.
     """
 
     def __init__(

@@ -170,10 +170,10 @@ def instructions() -> str:
 
 
 def target_name() -> str:
-    """Return the name of the CPUs on which the code that this machine uses computes the same bits.
+    """Return a name for the target of the code in use: CPUs of one name compute the same bits.
 
-    This is a level, or the digest of this CPU's model and features if the code is compiled for it
-    alone.
+    The name is a level's, or the digest of this CPU's model and features if the code is compiled
+    for this CPU alone.
     """
     level = shipped_level() or level_limit()
     return level.name if level else _digest(_cpu())

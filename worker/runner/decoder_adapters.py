@@ -81,7 +81,7 @@ class DecoderAdapters:
         self._num_slots = num_slots
 
     def reserved_bytes(self, max_rank: int) -> int:
-        """Return the size of the adapters of ``max_rank`` that fit into the empty slots."""
+        """Return the size in bytes of adapters of LoRA rank ``max_rank`` in all empty slots."""
         return (self._num_slots - len(self.numbers)) * self._decoder.adapter_bytes(max_rank)
 
     @property

@@ -38,7 +38,7 @@ def score(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
 def read_score(columns: Sequence[float], num_top: int) -> TokenLogprobs:
     """Return the log probabilities in one row of the table that ``score`` returns.
 
-    They have the first ``num_top`` alternatives of the row.
+    The result has the first ``num_top`` alternatives of the row.
     """
     logprob, rank, *rest = columns
     width = len(rest) // 2

@@ -111,8 +111,8 @@ class SampledRow:
         """Return the row's result, and advance its grammar and bans by the tokens that it keeps.
 
         ``sampled`` has the sampled token of every row of the step's logits. ``logprobs`` has the
-        log probabilities to report, by index of the row of logits. The result is an error if this
-        row has one or no token can be sampled.
+        log probabilities to report, by index of the row of logits. The result has an error if this
+        row has an ``error``, or if no token can be sampled.
         """
         if self.error is not None:
             return RowResult(error=self.error)

@@ -101,7 +101,7 @@ class AdapterTable:
         return False
 
     def release(self, key: SequenceKey) -> None:
-        """Count a sequence, which has ended or was aborted, no longer; ignore an unknown one."""
+        """Stop counting a sequence, which has ended or was aborted; ignore an unknown one."""
         self._num_uses += 1
         for slot in self._slots:
             if key in slot.users:

@@ -44,7 +44,7 @@ class Refused(RuntimeError):
 class WorkerDeployment:
     """Deployment of the workers of a model; ``router`` is the handle of the router's deployment.
 
-    ``models`` has the settings for each model that such a worker can serve on command.
+    ``models`` has the settings for each model to which such a worker can change at run time.
 
     Settings that change without a restart are the deployment's user_config, which Serve passes to
     ``reconfigure`` (cluster/ray/deployments.py).

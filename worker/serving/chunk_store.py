@@ -61,7 +61,7 @@ class ChunkStore:
         return names
 
     def release(self, names: Iterable[bytes]) -> None:
-        """Undo a ``hold``, which returned ``names``."""
+        """Undo the call of ``hold`` that returned ``names``."""
         for name in names:
             self._num_holders[name] -= 1
             if not self._num_holders[name]:

@@ -18,7 +18,7 @@ from worker.engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Successor:
-    """Model that the ranks of a worker serve next, and the address at which they meet again.
+    """Model that the ranks of a worker serve next, and the address of their next rendezvous.
 
     ``rendezvous`` is empty for a worker with a single rank.
     """

@@ -1,6 +1,7 @@
 """Check of the interpreter of a worker's ranks under Ray.
 
-Ray would start an interpreter without Ray, or with another version of it, over and over.
+Without this check, Ray would restart ranks endlessly if the interpreter has no Ray, or another
+version of it.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class Rank:
         """Create the rank, which starts nothing yet.
 
         ``serve`` creates rank 0's server; ``ray_cluster`` is the session name of the Ray cluster.
-        ``models`` are the models that the worker can serve on command, by name, with their
+        ``models`` are the models to which the worker can change at run time, by name, with their
         settings; ``first_model`` is the one for which it was started, if that is another one.
         Raises ModelUnavailable if a local model is not found. Raises ValueError if
         no model is configured, its files are invalid or its revision is not a commit, if ``rank``
@@ -547,7 +547,10 @@ def _dtype(config: WorkerConfig) -> str:
 
 
 def _arithmetic(config: WorkerConfig) -> str:
-    """Return the name of what rounds the results, empty if these depend on the batch."""
+    """Return a name for the worker's arithmetic; empty if the bits of results depend on the batch.
+
+    Workers with the same name and the same model files compute the same bits.
+    """
     if config.is_fake:
         return "fake"
     # Over a network, the order in which more than two ranks are summed depends on the batch.

@@ -27,9 +27,10 @@ def end_with_rank() -> None:
 
 
 def unlink_segments() -> None:
-    """Remove the names of shared memory that this process and all that share it have opened.
+    """Remove the names of the shared-memory segments that this process has opened.
 
-    Processes that are killed would leave it behind for ever.
+    Call it once all processes that share the segments have opened them. Otherwise a segment would
+    stay after all of them have been killed.
     """
     for line in Path("/proc/self/maps").read_text().splitlines():
         _, found, name = line.partition(f"{_SHARED_MEMORY}/{_SEGMENT}")

@@ -18,7 +18,7 @@ from worker.engine.sequence import Sequence as EngineSequence
 class ScheduledRow:
     """Part of one sequence in a step: ``count`` tokens, the first of them at ``start``.
 
-    Tokens of images count.
+    Both include tokens of images.
     """
 
     key: SequenceKey
@@ -44,7 +44,8 @@ class SampledTokens:
     """Tokens that a step sampled for a sequence, and whether the sequence has ended.
 
     ``logprobs`` has an entry for each token if log probabilities are requested.
-    ``prompt_logprobs`` are those of the whole prompt from its second token on, once.
+    ``prompt_logprobs`` has an entry for each prompt token from the second one on; a single step of
+    the sequence reports them.
     """
 
     key: SequenceKey
@@ -82,7 +83,7 @@ class Core(Protocol):
     def step(self, on_scheduled: Callable[[ScheduledStep], None]) -> list[SampledTokens]:
         """Run one step, and return its results.
 
-        ``on_scheduled`` is called between the planning of the step and its execution; not if there
+        ``on_scheduled`` is called between the planning of the step and its execution, unless there
         is nothing to compute. Any error means that the core is unusable.
         """
         ...

@@ -128,7 +128,7 @@ class VllmEngine:
         return []
 
     def digest(self) -> bytes:
-        """Return nothing, because vLLM keeps its own ranks in step."""
+        """Return empty bytes, because vLLM keeps its own ranks in step."""
         return b""
 
     def step(self, held_slots: Collection[int] = (), now: float = 0.0) -> list[Outcome]:

@@ -46,7 +46,7 @@ _STOPS = {FinishReason.STOP: Stop.EOS, FinishReason.LENGTH: Stop.LENGTH}
 
 @dataclass(frozen=True, slots=True)
 class CoreDevice:
-    """Size of a started core, from which the limits of the engine follow."""
+    """Sizes and device of a started core, from which the limits of the engine follow."""
 
     num_blocks: int
     vocab_size: int

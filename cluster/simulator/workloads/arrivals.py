@@ -103,7 +103,7 @@ class Conversations:
     """
 
     def __init__(self, share: float, names: Iterator[int], rng: Random) -> None:
-        """Begin without conversations; ``names`` yields the names of new parts."""
+        """Begin without conversations; ``names`` yields unused names for the parts of prompts."""
         self._share = share
         self._names = names
         self._rng = rng

@@ -508,7 +508,7 @@ class WorkerInfo(google.protobuf.message.Message):
     host_load_s: builtins.float
     """seconds to load a KV block from host memory; 0: blocks are not swapped"""
     arithmetic: builtins.str
-    """Name of what rounds the worker's results, if these have the same bits in any batch; workers with
+    """Name of the worker's arithmetic, if its results have the same bits in any batch; workers with
     the same name and fingerprint compute the same bits. Empty: results depend on the batch.
     """
     max_images: builtins.int

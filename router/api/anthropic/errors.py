@@ -21,7 +21,7 @@ _TYPES = {
 
 
 class AnthropicErrorDetail(TypedDict):
-    """``code`` is Everlift's slug of the error, which Anthropic's API does not have."""
+    """Error in Anthropic's form, with Everlift's slug as the additional member ``code``."""
 
     type: str
     message: str

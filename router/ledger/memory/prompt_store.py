@@ -61,9 +61,9 @@ class PromptStore:
         return stored.image
 
     def release(self, request: Request, last: str) -> None:
-        """Remove a prompt; delete chunks and images that no other prompt has.
+        """Remove a prompt, and delete its chunks and images that no other prompt has.
 
-        The arguments are the results of ``add``.
+        ``request`` and ``last`` are the two results of ``add``.
         """
         for name in image_names(request):
             self._images[name].references -= 1
@@ -78,7 +78,7 @@ class PromptStore:
             last = chunk.before
 
     def whole(self, request: Request, last: str) -> Request:
-        """Return a request with its whole prompt; the arguments are the results of ``add``."""
+        """Return a request with its whole prompt, from the two results of ``add``."""
         parts = [request.prompt_ids]
         while last:
             chunk = self._chunks[last]

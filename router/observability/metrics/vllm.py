@@ -85,7 +85,7 @@ _WORKER_COUNTERS: Mapping[str, tuple[str, Callable[[WorkerLink], float]]] = {
 class VllmCollector:
     """Prometheus collector of metrics under vLLM's names.
 
-    The label model_name is the name of one of ``models``, as the ledger has it.
+    The label model_name is the name in the ledger of one of ``models``.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class Waiting(Protocol):
 
 
 class Policy(ABC):
-    """Base class of the policies.
+    """Base class of the batching policies.
 
     Unless a subclass decides otherwise, all decodes come before prefills, and prefills are in the
     order of arrival.

@@ -53,7 +53,7 @@ class HfConfig:
         return HfConfig(defaults | self._values, self._name)
 
     def replaced(self, values: Json) -> HfConfig:
-        """Return a copy in which the keys of ``values`` are set to these values."""
+        """Return a copy in which the items of ``values`` replace those with the same keys."""
         return HfConfig(self._values | values, self._name)
 
     def section(self, key: str) -> HfConfig:

@@ -98,7 +98,10 @@ async def _for_requests(batch_id: str, number: int, do: Callable[[str], Awaitabl
 
 
 async def in_thread_if_long(num_bytes: int, work: Callable[[], T]) -> T:
-    """Return ``work()``, which encodes or parses about ``num_bytes`` of JSON."""
+    """Return ``work()``, which encodes or parses about ``num_bytes`` of JSON.
+
+    It runs in another thread if it may take long, that is, for more than INLINE_BYTES.
+    """
     return work() if num_bytes <= INLINE_BYTES else await asyncio.to_thread(work)
 
 

@@ -82,10 +82,11 @@ class ConversationRecord:
         return replace(self, entries=(*self.entries, *items))
 
     def with_added(self, items: Sequence[Item], key: str) -> Self:
-        """Return the record with the items of a call, unless a call with its key added them before.
+        """Return the record with ``items``, unless an earlier call with ``key`` added them.
 
-        ``items`` are the result of ``added_items`` for ``key``. Raises RequestConflict if a call
-        with the key added other items.
+        ``key`` is the idempotency key of the call; empty for none. ``items`` are the result of
+        ``added_items`` for ``key``. Raises RequestConflict if an earlier call with ``key`` added
+        other items.
         """
         if not key or not self._added_by(key):
             return self.with_items(items)
@@ -93,7 +94,7 @@ class ConversationRecord:
         return self
 
     def check_added(self, items: Sequence[Item], key: str) -> None:
-        """Raise RequestConflict unless the calls with a key added exactly ``items``."""
+        """Raise RequestConflict unless calls with the idempotency key added exactly ``items``."""
         if self._added_by(key) != {item["id"] for item in items}:
             raise RequestConflict("the idempotency key was already used with other items")
 
@@ -111,7 +112,11 @@ class ConversationRecord:
         return replace(self, entries=(*self.entries, reference))
 
     def with_copies(self, copies: Mapping[str, Parts]) -> Self:
-        """Return the record with the items of responses, by name, of as many as fit."""
+        """Return the record with copies of the items of its responses.
+
+        ``copies`` has the items of each response, by the response's name. A response whose items
+        would make the record larger than MAX_COPIED_BYTES is left as it is.
+        """
         room = MAX_COPIED_BYTES - len(self._encoded())
         entries: list[Entry] = []
         for entry in self.entries:

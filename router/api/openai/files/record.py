@@ -123,7 +123,7 @@ class LineSplitter:
         self._num_bytes = 0
 
     def feed(self, part: bytes) -> list[bytes]:
-        """Return the lines that end in ``part``, without their ends. Raises OutOfRange."""
+        """Return the lines that end in ``part``, without line terminators. Raises OutOfRange."""
         *lines, last = part.split(b"\n")
         if lines:
             lines[0] = self.rest + lines[0]
@@ -137,5 +137,5 @@ class LineSplitter:
 
     @property
     def rest(self) -> bytes:
-        """The content after the last end of a line."""
+        """Content after the last line terminator."""
         return b"".join(self._pieces)

@@ -212,7 +212,7 @@ class StoredFiles:
     async def lines(
         self, caller: Caller, file_id: str, max_line_bytes: int
     ) -> AsyncIterator[list[bytes]]:
-        """Yield the lines of a file in groups, without their ends.
+        """Yield the lines of a file in groups, without line terminators.
 
         Raises UnknownObject, OutOfRange if a line has more than ``max_line_bytes``, and
         LedgerUnavailable.

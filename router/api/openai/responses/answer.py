@@ -326,7 +326,7 @@ class ResponseAnswer:
 
     @property
     def status(self) -> str:
-        """Status of a response whose output has ended."""
+        """Status of a response whose output has ended: "completed", or "incomplete" if cut off."""
         return "incomplete" if self._finish_reason == "length" else "completed"
 
     def response(self, status: str, usage: Usage | None = None) -> dict[str, Any]:

@@ -46,7 +46,10 @@ class ContentLogprobs:
     def add(
         self, tokens: Iterable[int], scores: Iterable[pb.TokenLogprobs], text: str, *, is_end: bool
     ) -> None:
-        """Add tokens and text of the output, before the parser reads the text."""
+        """Add output tokens with their log probabilities ``scores``, and the output text ``text``.
+
+        Call it before the parser reads the text. With ``is_end`` the output is complete.
+        """
         self._num_known += len(text)
         placed = self._alignment.add(tokens, scores, text, is_end=is_end)
         shown = logprobs.of_chat(self._vocabulary, placed)["content"]

@@ -104,7 +104,7 @@ class Record:
 
     @classmethod
     def from_bytes(cls, data: bytes, images: Sequence[Image] = ()) -> Self | None:
-        """Return the record that ``to_bytes`` wrote; None if ``data`` is none.
+        """Return the record that ``to_bytes`` wrote; None if ``data`` is something else.
 
         ``images`` are those that ``to_bytes`` received.
         """
