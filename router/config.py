@@ -298,7 +298,7 @@ class RouterConfig:
         self._check_tls()
         self._check_places()
         if self.heartbeat * 2 > self.lease:
-            raise ValueError(f"lease ({self.lease:g}) must be twice heartbeat or more")
+            raise ValueError(f"lease ({self.lease:g}) must be at least twice heartbeat")
         if (self.access == "file") != bool(self.access_file):
             raise ValueError("access_file must be set if access is file, and only then")
         _make_absolute(self, "access_file", "predictor")

@@ -95,8 +95,8 @@ def _packages() -> Finding:
             "packages", f"{_RAY} is not installed", "make install, or start with --no-ray"
         )
     if other := [says for each in needed if (says := _other_version(each))]:
-        return doubtful("packages", f"not the versions of the tests: {'; '.join(other)}", _CHOSEN)
-    return fine("packages", "the versions of Everlift's tests")
+        return doubtful("packages", f"not the tested versions: {'; '.join(other)}", _CHOSEN)
+    return fine("packages", "the versions that Everlift is tested with")
 
 
 def _is_needed(requirement: Requirement) -> bool:

@@ -148,7 +148,7 @@ class LLM:
     ) -> list[Task]:
         own: Sequence[GenerateOptions] = [{}] * len(prompts) if each is None else each
         if len(own) != len(prompts):
-            raise ValueError(f"each must have one item per prompt: {len(prompts)}, not {len(own)}")
+            raise ValueError(f"each has {len(own)} items; it must have one for each prompt")
         return [
             self._task(prompt, {**options, **mine})
             for prompt, mine in zip(prompts, own, strict=True)

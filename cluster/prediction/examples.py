@@ -97,7 +97,7 @@ def from_lines(lines: Iterable[str], model: ServedModel) -> list[Example]:
 
 def _from_line(plain: Any, model: ServedModel) -> Example:
     if not isinstance(plain, dict):
-        raise TypeError("no object")
+        raise TypeError("not an object")
     expected = plain.get("expected_tokens")
     return Example(
         _features(plain) if "static" in plain else _features_of_prompt(plain, model),

@@ -87,7 +87,7 @@ class _Simulation:
         scenario = self._scenario
         if dispatcher is not None:
             if scenario.autoscale.is_on:
-                raise ValueError("autoscale needs the product's queue: set no dispatcher")
+                raise ValueError("autoscale needs Everlift's own queue: do not set a dispatcher")
             return dispatcher, None
         queue = GlobalQueue(scenario.router, self._fleet.occupants, scenario.weights)
         return queue, _Scaler(scenario, queue, self._fleet) if scenario.autoscale.is_on else None

@@ -51,7 +51,7 @@ def verify(
     ] = 64,
     at: Annotated[
         str,
-        typer.Option(metavar="N,...", help="Numbers of received pieces at which to disturb."),
+        typer.Option(metavar="N,...", help="Disturb a stream after these numbers of pieces."),
     ] = "1,8,32",
     kill: Annotated[
         str,

@@ -348,7 +348,7 @@ def _on_disconnect(value: int) -> OnDisconnect:
     try:
         return OnDisconnect(value)
     except ValueError:
-        raise OutOfRange(f"on_disconnect has no value {value}", field="on_disconnect") from None
+        raise OutOfRange(f"on_disconnect {value} is unknown", field="on_disconnect") from None
 
 
 def _check_bytes(name: str, text: str, limit: int) -> None:

@@ -115,7 +115,7 @@ def submission_message(prompt: Prompt, options: GenerateOptions) -> pb.GenerateR
     for name in options.keys() - GenerateOptions.__annotations__.keys():
         raise TypeError(f"generate() has no option {name!r}")
     if isinstance(prompt, bytes):
-        raise TypeError("a prompt must be a text or token ids, not bytes")
+        raise TypeError("a prompt must be a string or token ids, not bytes")
     _check_numbers(options)
     with sendable():
         message = _message_without_prompt(options)

@@ -102,7 +102,8 @@ class Grammar:
     def from_proto(cls, message: pb.Grammar) -> Self:
         form = message.WhichOneof("form")
         if form is None:
-            raise InvalidRequest("the grammar has no form", field="grammar")
+            forms = ", ".join(kind.value for kind in GrammarKind)
+            raise InvalidRequest(f"grammar must have one of {forms}", field="grammar")
         kind = GrammarKind(form)
         if kind is GrammarKind.CHOICE:
             return cls(kind, limit_plus_one(message.choice.texts, MAX_CHOICES))
@@ -165,7 +166,8 @@ class SamplingParams:
         sequences, most = self.banned_sequences, MAX_BANNED_SEQUENCE_TOKENS
         if len(sequences) > MAX_BANNED_SEQUENCES or any(len(each) > most for each in sequences):
             raise OutOfRange(
-                f"banned_sequences may have {MAX_BANNED_SEQUENCES} sequences of {most} tokens",
+                f"banned_sequences may have at most {MAX_BANNED_SEQUENCES} sequences of at most "
+                f"{most} tokens",
                 field="banned_sequences",
             )
         if not all(sequences):

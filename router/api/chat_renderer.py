@@ -134,8 +134,8 @@ class ChatRenderer:
         """Check the template of a request. Raises Unsupported and OutOfRange."""
         if not self._accepts_templates:
             raise Unsupported(
-                "this router accepts no chat_template of a request: set "
-                "router.allow_chat_template to true, or leave it out",
+                "this router accepts no chat_template in requests: leave it out, or set "
+                "router.allow_chat_template to true",
                 field="chat_template",
             )
         if len(template.encode()) > MAX_TEMPLATE_BYTES:

@@ -300,7 +300,7 @@ class Inference:
         """
         message.request_id = caller.qualify(message.request_id)
         if max(len(message.from_offsets), len(message.digests)) > MAX_N:
-            raise OffsetOutOfRange(f"offsets of more than {MAX_N} choices")
+            raise OffsetOutOfRange(f"there are offsets of more than {MAX_N} choices")
         had_output = had_output or any(message.from_offsets)
         try:
             trace, source = await self._source(message, is_relayed, body_hash)

@@ -114,4 +114,4 @@ def _check(name: str, value: object) -> None:
     if not _NAME.fullmatch(name) or name in _RESERVED or _SPECIAL.fullmatch(name):
         raise InvalidRequest(f"chat_template_kwargs may not set {name[:64]}")
     if not isinstance(value, bool | int | float | str):
-        raise InvalidRequest(f"chat_template_kwargs.{name} must be a text, a number, true or false")
+        raise InvalidRequest(f"chat_template_kwargs.{name} must be a string, number, true or false")

@@ -23,7 +23,7 @@ def image_of_url(at: str, url: object) -> Image:
     Raises UnsupportedContent for another URL, and the errors of ``image_of_base64``.
     """
     if not isinstance(url, str):
-        raise InvalidRequest(f"{at} must be a text", field=at)
+        raise InvalidRequest(f"{at} must be a string", field=at)
     head, comma, _ = url[:_MAX_HEAD].partition(",")
     if not comma or not head.startswith("data:") or not head.endswith(";base64"):
         raise UnsupportedContent(
@@ -40,7 +40,7 @@ def image_of_base64(at: str, media_type: object, text: object) -> Image:
     type, and the errors of ``Image.checked``.
     """
     if not isinstance(text, str):
-        raise InvalidRequest(f"{at} must be a text", field=at)
+        raise InvalidRequest(f"{at} must be a string", field=at)
     try:
         data = binascii.a2b_base64(text, strict_mode=True)
     except ValueError as error:

@@ -134,7 +134,7 @@ def parts_of(at: str, content: object, role: Role) -> tuple[Part, ...]:
     if isinstance(content, str):
         return (content,)
     if not isinstance(content, list) or not content:
-        raise InvalidRequest(f"{at} must be a text or a list of parts")
+        raise InvalidRequest(f"{at} must be a string or a list of parts")
     return tuple(_part(f"{at}[{i}]", part, role) for i, part in enumerate(content))
 
 
@@ -161,7 +161,7 @@ def check_image_role(at: str, role: Role) -> None:
 def text_of(at: str, value: object) -> str:
     """Return ``value`` if it is a string. Raises InvalidRequest otherwise, naming ``at``."""
     if not isinstance(value, str):
-        raise InvalidRequest(f"{at} must be a text")
+        raise InvalidRequest(f"{at} must be a string")
     return value
 
 
@@ -197,7 +197,7 @@ def call_arguments(at: str, raw: object) -> object:
     try:
         value = json.loads(text or "{}", parse_constant=_refuse_constant)
     except RecursionError:
-        raise OutOfRange(f"{at} is too deep") from None
+        raise OutOfRange(f"{at} is nested too deeply") from None
     except ValueError:
         return text
     check_depth(at, value)

@@ -364,7 +364,7 @@ def checked_function(at: str, function: Mapping[str, Json], schema: str = "param
 
 def _check_types(at: str, function: Mapping[str, Json], schema: str) -> None:
     for key, kind, words in (
-        ("description", str, "a text"),
+        ("description", str, "a string"),
         (schema, dict, "a JSON schema"),
         ("strict", bool, "true or false"),
     ):

@@ -233,7 +233,7 @@ class Append:
 
     def __post_init__(self) -> None:
         if self.logprobs and len(self.logprobs) != len(self.tokens):
-            raise ValueError(f"{len(self.logprobs)} logprobs of {len(self.tokens)} tokens")
+            raise ValueError(f"{len(self.logprobs)} logprobs for {len(self.tokens)} tokens")
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ def packed(explanation: pb.Explanation) -> bytes:
     for shorter in _shorter(explanation):
         if shorter.ByteSize() <= MAX_BYTES:
             return shorter.SerializeToString()
-    raise AssertionError("sums alone fit")
+    raise AssertionError(f"an explanation with sums alone exceeds {MAX_BYTES} bytes")
 
 
 def _shorter(explanation: pb.Explanation) -> Iterator[pb.Explanation]:

@@ -240,7 +240,7 @@ class Choice:
             if start <= offset:
                 return end, epoch
             end = min(end, start)
-        raise AssertionError("the first segment starts at 0")
+        raise AssertionError("the first segment must start at 0")
 
 
 def _set_stop_reason(piece: pb.GenerateResponse, reason: str | int | None) -> None:

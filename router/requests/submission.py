@@ -140,7 +140,7 @@ class Submissions:
         size = request.num_image_bytes
         if size and self._registry.num_image_bytes + size > _MAX_IMAGE_BYTES:
             raise QueueFull(
-                f"the images of this router's requests take {_MAX_IMAGE_BYTES} bytes",
+                f"the images of this router's requests would exceed {_MAX_IMAGE_BYTES} bytes",
                 retry_after_s=_IMAGES_S,
             )
 

@@ -667,7 +667,7 @@ async def test_prompt_logprobs_are_stored_once(ledger: Ledger) -> None:
 
 
 def test_append_requires_logprobs_for_all_tokens_or_none() -> None:
-    with pytest.raises(ValueError, match="1 logprobs of 2 tokens"):
+    with pytest.raises(ValueError, match="1 logprobs for 2 tokens"):
         Append("r", EPOCH, 0, (1, 2), logprobs=scored(-1.0))
 
 

@@ -99,7 +99,7 @@ class Channel:
                 )
         reply = self._replies[matcher].popleft()
         if reply.is_refusal:
-            raise EngineFailed(f"the grammar cannot be followed: {reply.body.decode()}")
+            raise EngineFailed(f"the output cannot follow the grammar: {reply.body.decode()}")
         return reply.body
 
     @property

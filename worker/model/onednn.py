@@ -124,4 +124,4 @@ def _try(packed: OneDnn, weight: Tensor) -> None:
     for count in _TRIED_ROWS:
         expected = functional.linear(x[:count], weight)
         if not are_close(packed.multiply(x[:count], None), expected, inputs):
-            raise RuntimeError(f"a product with {count} rows differs")
+            raise RuntimeError(f"a product with {count} rows differs from torch's")

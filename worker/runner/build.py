@@ -82,7 +82,7 @@ def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOP
     host_cache = build_host_cache(config, parts.cache, group, parts.runner())
     graphs = parts.capture()
     if graphs is not None:
-        log.info("decoding captured", buckets=decode_buckets(config.max_num_seqs))
+        log.info("decode steps captured", buckets=decode_buckets(config.max_num_seqs))
     if device.type == "cuda":
         _warm_up(parts.runner(), config)
     return parts.runner(host_cache, stopwatch, graphs)
@@ -260,7 +260,7 @@ def optimize_for_cpu(
     decoder.pack(choose_packing(dtype, packed, codes))
     decoder.stack = choose_stack(decoder.layer_by_layer, spec.head_dim, codes)
     log.info(
-        "layers",
+        "layers packed",
         stack=type(decoder.stack).__name__,
         kernels=describe_kernels(dtype, packed, torch.get_num_threads(), codes),
     )

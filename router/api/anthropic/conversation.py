@@ -89,7 +89,7 @@ def _blocks(at: str, content: object) -> list[tuple[str, Block]]:
     if isinstance(content, str):
         return [(at, {"type": "text", "text": content})]
     if not isinstance(content, list):
-        raise InvalidRequest(f"{at} must be a text or a list of blocks")
+        raise InvalidRequest(f"{at} must be a string or a list of blocks")
     for i, block in enumerate(content):
         if not isinstance(block, dict) or not isinstance(block.get("type"), str):
             raise InvalidRequest(f"{at}[{i}] must be an object with a type")

@@ -79,7 +79,7 @@ def _int(text: str) -> int:
 
 def _float(text: str) -> float:
     if not math.isfinite(number := float(text)):
-        raise MalformedBody("a number is too large")
+        raise MalformedBody("the body has a number that is too large")
     return number
 
 

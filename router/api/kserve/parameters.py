@@ -152,7 +152,7 @@ def _one(name: str, values: Values) -> Value:
 
 def _text(name: str, value: Value) -> str:
     if not isinstance(value, str | bytes):
-        raise InvalidRequest(f"{name} must be a text")
+        raise InvalidRequest(f"{name} must be a string")
     try:
         # JSON may contain an unpaired surrogate as an escape, which is not valid text.
         return (value.encode() if isinstance(value, str) else value).decode()

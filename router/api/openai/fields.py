@@ -150,7 +150,7 @@ class Generation(SharedFields):
 
 class CompletionFields(Generation):
     prompt: str | Ids | List[str] | List[Ids] = Field(
-        description=f"a text, token ids, or up to {MAX_PROMPTS} of either"
+        description=f"a string, token ids, or up to {MAX_PROMPTS} of either"
     )
     max_tokens: Annotated[int, InRange("max_tokens", low=0)] | None = Field(
         None, description="0: the prompt is computed, and the completion has no tokens"

@@ -108,7 +108,7 @@ def test_config_rejects_a_malformed_file(tmp_path: Path, text: str, message: str
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("heartbeat=5", r"lease \(1\.2\) must be twice heartbeat or more"),
+        ("heartbeat=5", r"lease \(1\.2\) must be at least twice heartbeat"),
         ("max_losses=0", "max_losses must be at least 1, not 0"),
         ("max_losses_total=0", "max_losses_total must be at least 1, not 0"),
         ("host=", "host must be set: an empty host would mean every address"),

@@ -498,7 +498,9 @@ def _layers(
 ) -> list[LayerSpec]:
     written = config.strings("layer_types") or tuple(kinds)
     if len(written) != len(kinds):
-        raise UnsupportedModel(f"layer_types names {len(written)} layers, there are {len(kinds)}")
+        raise UnsupportedModel(
+            f"layer_types has {len(written)} layers, but the model has {len(kinds)}"
+        )
     for kind in written:
         if kind not in ropes:
             supported = ", ".join(ropes)

@@ -137,7 +137,9 @@ class StoredConversations:
                 return known
             with suppress(ObjectConflict):
                 return await self._put(caller, known, record)
-        raise ConversationLocked(f"the conversation {conversation_id} is being changed by others")
+        raise ConversationLocked(
+            f"other requests are changing the conversation {conversation_id}: try again"
+        )
 
     async def _copied(self, caller: Caller, known: StoredConversation) -> StoredConversation:
         """Return a conversation with copies of the items of responses that have ended."""

@@ -79,7 +79,7 @@ async def received(call: Call, max_bytes: int) -> AsyncIterator[Upload]:
         parser = _Parser(request.headers, request.stream(), max_files=1, max_fields=len(_NAMES))
         form = await parser.parse()
     except (MultiPartException, FormParserError) as error:
-        raise MalformedBody(f"the body is no valid form: {error}") from None
+        raise MalformedBody(f"the body is not a valid form: {error}") from None
     try:
         yield _upload(form)
     finally:

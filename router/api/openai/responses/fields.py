@@ -56,7 +56,7 @@ class InputTokensFields(Fields):
     """Fields that make up the prompt."""
 
     model: str | None = None
-    input: str | List[Object] = Field(description="a text, or a list of items")
+    input: str | List[Object] = Field(description="a string, or a list of items")
     instructions: str | None = None
     previous_response_id: str | None = None
     conversation: str | ConversationId | None = Field(
@@ -94,7 +94,9 @@ class ResponseFields(InputTokensFields, SharedFields):
         None, description=f"alternatives of each token; needs {LOGPROBS} in include"
     )
     metadata: Metadata | None = None
-    stop: Annotated[str | List[str] | None, Field(description="not in OpenAI's API")] = None
+    stop: str | List[str] | None = Field(
+        None, description="texts that end the output; not in OpenAI's API"
+    )
 
     # These name the request's session, if router.session_from includes them.
     prompt_cache_key: str | None = None

@@ -58,7 +58,7 @@ def input_turns(raw: str | Sequence[Item], at: str = "input") -> list[Turn]:
     if isinstance(raw, str):
         return [Turn("user", (raw,))]
     if not raw:
-        raise InvalidRequest(f"{at} must be a text or a list of at least one item", field=at)
+        raise InvalidRequest(f"{at} must be a string or a list of at least one item", field=at)
     if len(raw) > MAX_MESSAGES:
         raise OutOfRange(f"{at} has {len(raw)} items; at most {MAX_MESSAGES} are allowed")
     check_json(at, raw, MAX_BYTES, num_image_characters)

@@ -124,7 +124,7 @@ class Responses:
             ):
                 return prepared, True
         raise ConversationLocked(
-            f"the conversation {fields.conversation_id} is being changed by others",
+            f"other requests are changing the conversation {fields.conversation_id}: try again",
             field="conversation",
         )
 

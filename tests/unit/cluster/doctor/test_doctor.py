@@ -189,7 +189,7 @@ def test_doctor_findings_include_a_remedy(config: Config, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("wanted", "level", "says"),
     [
-        (["numpy", "ray[serve]"], Level.OK, "the versions of Everlift's tests"),
+        (["numpy", "ray[serve]"], Level.OK, "the versions that Everlift is tested with"),
         (["numpy==1.0", "torch"], Level.WARNING, "numpy is "),
         (["ray-of-light", "numpy==1.0"], Level.ERROR, "missing: ray-of-light"),
         (["no-such-thing; extra == 'dev'"], Level.OK, "versions"),

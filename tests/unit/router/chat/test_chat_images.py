@@ -62,7 +62,7 @@ def test_data_url_of_an_image_is_read_back() -> None:
 @pytest.mark.parametrize(
     ("url", "error", "cause"),
     [
-        (None, InvalidRequest, "must be a text"),
+        (None, InvalidRequest, "must be a string"),
         ("https://a.b/c.png", UnsupportedContent, "the router fetches no files"),
         ("file:///etc/passwd", UnsupportedContent, "must be a data URL"),
         ("data:image/png,abc", UnsupportedContent, "must be a data URL"),
@@ -105,7 +105,7 @@ def test_image_part_of_another_form_is_refused(messages: list[dict[str, Any]], f
 
 
 def test_base64_must_be_a_text() -> None:
-    with pytest.raises(InvalidRequest, match="must be a text"):
+    with pytest.raises(InvalidRequest, match="must be a string"):
         image_of_base64("at", "image/png", 5)
 
 

@@ -123,7 +123,7 @@ def test_assistant_refusal_replaces_missing_content(content: Any) -> None:
 @pytest.mark.parametrize("role", ["system", "developer", "user", "tool"])
 @pytest.mark.parametrize("content", [{}, {"content": None}])
 def test_non_assistant_roles_require_content(role: str, content: Any) -> None:
-    with pytest.raises(InvalidRequest, match=r"messages\[0\]\.content must be a text"):
+    with pytest.raises(InvalidRequest, match=r"messages\[0\]\.content must be a string"):
         shown({"role": role, "tool_call_id": "c1", **content})
 
 
@@ -226,7 +226,7 @@ def test_thinking_is_not_shown_beside_text_and_calls() -> None:
         (
             [{"role": "assistant", "tool_calls": [call("[" * 100_000)]}],
             OutOfRange,
-            "arguments is too deep",
+            "arguments is nested too deeply",
         ),
         (
             [{"role": "assistant", "tool_calls": [call('{"a":' + "[" * 80 + "]" * 80 + "}")]}],

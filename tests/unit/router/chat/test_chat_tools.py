@@ -76,7 +76,7 @@ def test_tool_choice_decides_shown_tools_and_grammar(
         ([tool(name="a" * 65)], None, "tools[0].function.name must be"),
         ([tool(parameters=[])], None, "parameters must be a JSON schema"),
         ([tool(parameters={"type": "string"})], None, "must be the schema of an object"),
-        ([tool(description=1)], None, "description must be a text"),
+        ([tool(description=1)], None, "description must be a string"),
         ([tool(strict="yes")], None, "strict must be true or false"),
         ([tool(), tool()], None, "tools[1] has the same name as an earlier tool"),
         (TOOLS, "always", "tool_choice must be none, auto, required"),

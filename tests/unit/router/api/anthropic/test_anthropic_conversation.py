@@ -116,7 +116,7 @@ def test_last_assistant_message_is_continued() -> None:
     ("fields", "error", "words"),
     [
         ({"messages": [{"role": "tool", "content": ""}]}, InvalidRequest, "messages[0].role"),
-        ({"messages": [{"role": "user"}]}, InvalidRequest, "messages[0].content must be a text or"),
+        ({"messages": [{"role": "user"}]}, InvalidRequest, "[0].content must be a string or"),
         ({"messages": [{"role": "user", "content": []}]}, InvalidRequest, "must not be empty"),
         ({"messages": [{"role": "user", "content": ["a"]}]}, InvalidRequest, "content[0] must be"),
         (
@@ -137,7 +137,7 @@ def test_last_assistant_message_is_continued() -> None:
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
             InvalidRequest,
-            "tool_use_id must be a text",
+            "tool_use_id must be a string",
         ),
         (
             {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "c"}]}]},

@@ -212,7 +212,7 @@ def test_empty_texts_are_left_out() -> None:
         (asking(max_tokens="x"), "max_tokens must be a number", InvalidRequest),
         (asking(temperature="x"), "temperature must be a number", InvalidRequest),
         (asking(ignore_eos=1), "ignore_eos must be true or false", InvalidRequest),
-        (asking(stop=1), "stop must be a text", InvalidRequest),
+        (asking(stop=1), "stop must be a string", InvalidRequest),
         (asking(sampling_parameters="{"), "is not JSON", InvalidRequest),
         (asking(sampling_parameters="[" * 100_000), "is not JSON", InvalidRequest),
         (asking(sampling_parameters="[1]"), "is not a JSON object", InvalidRequest),
@@ -224,7 +224,7 @@ def test_empty_texts_are_left_out() -> None:
             TooManyStops,
         ),
         (asking(sampling_parameters='{"n": {}}'), "n must be an integer", InvalidRequest),
-        (asking(sampling_parameters='{"stop": [[]]}'), "stop must be a text", InvalidRequest),
+        (asking(sampling_parameters='{"stop": [[]]}'), "stop must be a string", InvalidRequest),
         (asking(sampling_parameters='{"stop": "\\ud800"}'), "stop is not UTF-8", NotUtf8),
         (
             asking(sampling_parameters='{"temperature": 1%s}' % ("0" * 400)),

@@ -160,7 +160,7 @@ def test_reasoning_effort_is_a_template_variable(effort: Any, expected: Any) -> 
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             InvalidRequest,
-            "input[0].content[0].image_url must be a text",
+            "input[0].content[0].image_url must be a string",
         ),
         (
             {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
