@@ -117,7 +117,7 @@ class Config:
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     ledger: LedgerConfig = field(default_factory=LedgerConfig)
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
-    #: further models, each with its workers, by a name of the workers
+    #: further models with their workers, by the name of the group of workers
     models: Mapping[str, ModelGroup] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -138,7 +138,7 @@ class RouterConfig:
     #: largest number of images of a request; more are refused (out_of_range)
     max_images: Annotated[int, Field(ge=0, le=MAX_IMAGES)] = 8
     #: largest size of all images of a request together, in bytes. The ledger stores each image
-    #: once, for as long as it has a request with it
+    #: once, as long as it has a request with that image
     max_image_bytes: Annotated[int, Field(ge=1 << 10, le=16 << 20)] = 4 << 20
     #: interval, in seconds, in which a stream of server-sent events sends at least something: at
     #: first its headers, later an SSE comment line; 0 disables both
@@ -214,8 +214,8 @@ class RouterConfig:
     #: number of requests that may be dispatched to a worker beyond its free slots
     local_depth: Amount = 2
     #: dispatch requests to workers that have their prefix cached. If such a worker is busy, a
-    #: request waits for it at most as long as its cached prefix saves time for this and other
-    #: requests
+    #: request waits for it for at most the time that the cached prefix saves, for this request
+    #: and for others
     locality: bool = True
     #: largest total of uncached tokens of the prompts that wait for prefill at a worker. It applies
     #: to prompts that fit in one step; one longer prompt may wait in addition

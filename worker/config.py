@@ -139,8 +139,8 @@ class WorkerConfig:
     max_loaded_adapters: Count | None = None
     #: largest rank of an adapter that is loaded at run time; GPUs reserve memory for it
     max_adapter_rank: Annotated[int, Field(ge=1, le=512)] = 64
-    #: directory below which the directories of adapters lie that operators load at run time; empty:
-    #: they may name hub ids only
+    #: directory below which operators may load adapters at run time; empty: they may load adapters
+    #: by hub id only
     adapter_dir: str = ""
     #: everlift: Everlift's own engine; vllm: vLLM, which must be installed where the worker runs
     engine: Literal["everlift", "vllm"] = "everlift"
@@ -182,8 +182,8 @@ class WorkerConfig:
     session_retention_s: NotNegative = 60.0
     #: largest share of the blocks that sessions retain; 0 disables retention
     session_share: Annotated[float, Field(ge=0, le=1)] = 0.5
-    #: use of a preempted sequence's blocks when other sequences need them: recompute drops the
-    #: blocks, swap copies them to host memory if that is faster than recomputing
+    #: handling of a preempted sequence's blocks when other sequences need them: recompute drops
+    #: the blocks, swap copies them to host memory if that is faster than recomputing
     preemption: Literal["recompute", "swap"] = "recompute"
     #: host memory for swap in MiB, in total over all ranks
     swap_mib: Amount = 1024

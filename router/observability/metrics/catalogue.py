@@ -230,9 +230,9 @@ _PREDICTIONS = (
         "everlift_predictor_trusted",
         "gauge",
         "",
-        "1 while predicted output lengths are trusted. 0 without a model or while its tau is too "
-        "low; in the second case, the orders shortest, ranked and hrrn treat new requests as "
-        "fifo does.",
+        "1 while predicted output lengths are trusted. 0 without a predictor or while its "
+        "Kendall's tau is too low; in the second case, the orders shortest, ranked and hrrn treat "
+        "new requests as fifo does.",
         ("model",),
     ),
     Metric(
@@ -382,7 +382,7 @@ _CLUSTER = (
         "everlift_offered_tokens_total",
         "counter",
         "tokens",
-        "Leader: predicted tokens of all requests since it became the leader.",
+        "Leader: predicted tokens of all requests that arrived since it became the leader.",
         ("model",),
     ),
     Metric(
@@ -464,7 +464,7 @@ _WORKERS = (
         "allowed_sequences",
         "gauge",
         "sequences",
-        "Allowed sequences: the batch slots, or fewer because of router.tpot_target.",
+        "Maximum sequences in the batch: the batch slots, or fewer because of router.tpot_target.",
     ),
     _of_worker(
         "computed_tokens_total", "counter", "tokens", "Computed tokens, including draft tokens."
@@ -474,7 +474,7 @@ _WORKERS = (
         "slot_steps_total",
         "counter",
         "slots",
-        "Useful batch slots, summed over all steps.",
+        "Batch slots that computed tokens, summed over all steps.",
     ),
     _of_worker(
         "prompt_tokens_total",
