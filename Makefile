@@ -36,6 +36,9 @@ ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 # Tests that make check runs.
 TEXTS := tests/unit/project/test_texts.py
 
+# If this is set, Python writes no .pyc files, and each process of a cluster compiles all modules when it starts.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: changed help install demo image test test-image test-long test-vllm e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-long-prompt bench-start bench-autoscale bench-locality bench-takeover bench-preemption bench-load bench-linear bench-int8 bench-weights bench-swap bench-speculation bench-scheduler bench-explain bench-retention bench-scheduling bench-batching bench-prediction bench-overload bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives bench-console bench-generator picture-console bench-gpu bench-gpu-product check lint types imports proto proto-release proto-check chart chart-check texts lock clean
 

@@ -158,13 +158,19 @@ def _describe(pid: int) -> str:
     return f"{pid} {command[:120]}"
 
 
+#: Addresses of the sockets seen so far, by their names in /proc; None for those that do not listen.
+_addresses: dict[str, str | None] = {}
+
+
 def _listening(family: list[int]) -> Iterator[tuple[int, str]]:
     sockets = [(pid, target) for pid in family for target in _sockets(pid)]
-    # To read them takes the kernel 9 ms, twice in each test.
-    listening = dict(_listening_inodes()) if sockets else {}
+    # The kernel needs 9 ms to list them, twice in each test, so each socket is looked up once.
+    if any(target not in _addresses for _, target in sockets):
+        listening = dict(_listening_inodes())
+        _addresses.update({target: listening.get(target) for _, target in sockets})
     for pid, target in sockets:
-        if target in listening:
-            yield pid, listening[target]
+        if (address := _addresses[target]) is not None:
+            yield pid, address
 
 
 def _sockets(pid: int) -> Iterator[str]:

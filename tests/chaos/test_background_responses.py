@@ -54,6 +54,7 @@ def config(server: Server, tmp_path: Path) -> Config:
     )
 
 
+@pytest.mark.long
 async def test_background_responses_survive_kills(server: Server, tmp_path: Path) -> None:
     async with running(config(server, tmp_path)) as cluster:
         first, other = [await http_address(cluster, router) for router in range(2)]

@@ -137,6 +137,7 @@ async def counted(call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.Generate
     return count
 
 
+@pytest.mark.long
 async def test_duplicate_request_at_two_routers_runs_once(tmp_path: Path) -> None:
     async with running(config(tmp_path, routers=2, fake=SLOW)) as cluster:
         answers = await asyncio.gather(

@@ -138,6 +138,7 @@ async def quiet(load: Load) -> list[int]:
             return before
 
 
+@pytest.mark.long
 async def test_rolled_back_ledger_is_reasserted_by_routers(server: Server, tmp_path: Path) -> None:
     """The ledger returns to an earlier state. It lacks the newest requests, ends, dispatches and
     tokens. None of these is lost or generated again.

@@ -112,7 +112,7 @@ def errors_of(cluster: Cluster) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "count", [1000, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+    "count", [300, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
 )
 async def test_malformed_messages_disturb_no_client_and_leak_nothing(
     tmp_path: Path, count: int

@@ -73,7 +73,8 @@ async def with_ways(settings: Any) -> AsyncIterator[tuple[Cluster, Ways]]:
         await ways.stop()
 
 
-@pytest.mark.parametrize("kind", ["silent", pytest.param("closed", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["silent", "closed"])
 async def test_disconnected_worker_is_abandoned_and_rejoins(tmp_path: Path, kind: str) -> None:
     """No byte passes for 5 s, or every connection is reset. The worker itself keeps running."""
     # On a busy machine the other worker may be silent for a second too.

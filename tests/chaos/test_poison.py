@@ -16,6 +16,7 @@ import pytest
 from everlift.errors import AttemptsExhausted
 from everlift.v1 import session_pb2
 from tests.support import in_process
+from tests.support.example_counts import long
 from tests.support.router import patient
 from tests.support.worker.poisoned_worker import MARK, POISON
 
@@ -71,7 +72,7 @@ async def worker_processes(parts: in_process.Cluster) -> AsyncIterator[Workers]:
         await workers.end()
 
 
-@pytest.mark.parametrize("prompt_length", [3, 2000])
+@pytest.mark.parametrize("prompt_length", [long(3), 2000])
 async def test_poison_request_fails_after_max_losses(prompt_length: int) -> None:
     async with (
         in_process.cluster(workers=0, router_config=SETTINGS) as parts,

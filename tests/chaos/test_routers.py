@@ -81,6 +81,7 @@ async def ask_in_turn(
             await until(is_known)
 
 
+@pytest.mark.long
 async def test_resumed_leader_is_fenced(tmp_path: Path) -> None:
     """Two lead for a moment; nothing runs twice."""
     settings = config(tmp_path, routers=3, max_num_seqs=4)

@@ -66,6 +66,7 @@ def dispatches(cluster: Cluster) -> list[dict[str, Any]]:
     return [event for event in cluster.events() if event["event"] == "dispatched"]
 
 
+@pytest.mark.long
 async def test_resumed_worker_is_fenced(tmp_path: Path) -> None:
     """Late frames of what goes on elsewhere by then change nothing; its blocks become free."""
     fake = FakeModel(step_time=0.01)

@@ -33,8 +33,8 @@ def bench() -> Iterator[Bench]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_continuation_is_exact_at_every_index(bench: Bench, kind: str, break_it: Break) -> None:
     asked = KINDS[kind]
-    # Every index for a killed worker; every fifth of the others, and all in make test-long.
-    step = 1 if break_it is kill or examples(100) >= 100 else 5
+    # Every third index for a killed worker, every tenth for the others; all in make test-long.
+    step = 1 if examples(100) >= 100 else 3 if break_it is kill else 10
     for index in range(0, undisturbed(asked).num_tokens + 1, step):
         check(bench, asked, index, break_it)
 

@@ -148,7 +148,7 @@ def spread(count: int, parts: int) -> list[int]:
     return sorted({1, *(1 + part * (count - 2) // parts for part in range(parts + 1))})
 
 
-@pytest.mark.parametrize("break_it", [kill, kill_gateway, long(attach)])
+@pytest.mark.parametrize("break_it", [kill, long(kill_gateway), long(attach)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_real_engine_continuation_is_exact_at_some_indices(
     bench: Bench, kind: str, break_it: Break

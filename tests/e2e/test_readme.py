@@ -8,35 +8,49 @@ import shlex
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from cluster import endpoint
 from cluster.config import DEMO_MODEL, Config
 from cluster.local.processes import ProcessCluster
 from everlift import AsyncClient
 from router.config import RouterConfig
+from tests.conftest import leaving_nothing
 from tests.support.router.other_clients import program
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.fixture(params=["smollm2"])
-async def environment(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> AsyncIterator[dict[str, str]]:
-    """Environment of a user in whose state directory a cluster runs."""
-    state_dir = tmp_path / "everlift"
+@pytest.fixture(autouse=True)
+def nothing_left() -> None:
+    """The cluster of the module starts processes when they are needed; its end is checked."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def smollm2(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[str, str]]:
+    """Environment of a user in whose state directory a cluster with SmolLM2 runs."""
+    with leaving_nothing():
+        async with serving("smollm2", tmp_path_factory.mktemp("smollm2")) as environment:
+            yield environment
+
+
+@asynccontextmanager
+async def serving(model: str, directory: Path) -> AsyncIterator[dict[str, str]]:
+    state_dir = directory / "everlift"
     router = RouterConfig(port=0, http_port=0, drain=0.2)
-    config = Config(model=request.param, state_dir=state_dir, router=router)
+    config = Config(model=model, state_dir=state_dir, router=router)
     async with ProcessCluster(config) as cluster:
         async with AsyncClient(cluster.address) as client:
             http_address = (await client.status()).http_address
         with endpoint.published(state_dir, cluster.addresses):
             yield {
-                "XDG_STATE_HOME": str(tmp_path),
+                "XDG_STATE_HOME": str(directory),
                 "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}",
                 "ADDRESS": cluster.address,
                 "HTTP_ADDRESS": http_address,
@@ -52,43 +66,45 @@ async def output(environment: dict[str, str], *arguments: str, python: str = sys
     return out.decode()
 
 
-async def test_readme_generate_command_prints_shown_answer(environment: dict[str, str]) -> None:
+async def test_readme_generate_command_prints_shown_answer(smollm2: dict[str, str]) -> None:
     shown = re.search(r"^    \$ everlift (generate .*)\n    (.*)$", README, re.MULTILINE)
     assert shown is not None
     command, answer = shown.groups()
-    printed = await output(environment, "-m", "cluster.cli", *shlex.split(command))
+    printed = await output(smollm2, "-m", "cluster.cli", *shlex.split(command))
     assert printed.rstrip("\n") == answer
 
 
-async def test_readme_python_example_runs(environment: dict[str, str]) -> None:
+async def test_readme_python_example_runs(smollm2: dict[str, str]) -> None:
     example = re.search(r"```python\n(from everlift.*?)```", README, re.DOTALL)
     assert example is not None
-    body = example[1].replace("127.0.0.1:50051", environment["ADDRESS"])
+    body = example[1].replace("127.0.0.1:50051", smollm2["ADDRESS"])
     lines = "\n".join(f"    {line}" for line in body.splitlines())
     script = f"import asyncio\nasync def main():\n{lines}\nasyncio.run(main())"
-    assert await output(environment, "-c", script) == " Paris."
+    assert await output(smollm2, "-c", script) == " Paris."
 
 
-@pytest.mark.parametrize("environment", [str(DEMO_MODEL)], indirect=True)
-async def test_kserve_readme_triton_example_runs(environment: dict[str, str]) -> None:
+@pytest.mark.long
+async def test_kserve_readme_triton_example_runs(tmp_path: Path) -> None:
     page = (ROOT / "router" / "api" / "kserve" / "README.md").read_text()
     example = re.search(r"```python\n(import numpy.*?)```", page, re.DOTALL)
     assert example is not None
-    script = example[1].replace("127.0.0.1:50051", environment["ADDRESS"])
-    printed = await output({}, "-c", script, python=program("python"))
+    async with serving(str(DEMO_MODEL), tmp_path) as environment:
+        script = example[1].replace("127.0.0.1:50051", environment["ADDRESS"])
+        printed = await output({}, "-c", script, python=program("python"))
     answer = " 17 18 19 20 21 22 23 24 25 26 27 28 29 30"
     assert printed == f"{answer}\n{answer}"
 
 
-async def test_readme_openai_example_runs(environment: dict[str, str]) -> None:
+async def test_readme_openai_example_runs(smollm2: dict[str, str]) -> None:
     example = re.search(r"```python\n(from openai.*?)```", README, re.DOTALL)
     assert example is not None
-    body = example[1].replace("127.0.0.1:8000", environment.pop("HTTP_ADDRESS"))
-    del environment["PYTHONPATH"]
+    body = example[1].replace("127.0.0.1:8000", smollm2["HTTP_ADDRESS"])
+    environment = {name: value for name, value in smollm2.items() if name != "PYTHONPATH"}
     printed = await output(environment, "-c", body, python=program("python"))
     assert printed == "The capital of France is Paris."
 
 
+@pytest.mark.long
 async def test_cluster_readme_example_runs() -> None:
     example = re.search(r"```python\n(.*?)```", (ROOT / "cluster" / "README.md").read_text(), re.S)
     assert example is not None

@@ -76,7 +76,7 @@ class Rendered:
             each
             for name, text in files.items()
             if not name.endswith("NOTES.txt")
-            for each in yaml.safe_load_all(text)
+            for each in yaml.load_all(text, yaml.CSafeLoader)
             if each
         ]
 
@@ -116,7 +116,7 @@ class Rendered:
     @property
     def application(self) -> Object:
         """Application that Serve is configured to run."""
-        deployed = yaml.safe_load(self.the("RayService")["spec"]["serveConfigV2"])
+        deployed = yaml.load(self.the("RayService")["spec"]["serveConfigV2"], yaml.CSafeLoader)
         assert deployed["proxy_location"] == "Disabled"
         [application] = deployed["applications"]
         return application

@@ -9,7 +9,7 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 
 #: The share of its examples that a test tries.
-_SHARE = float(os.environ.get("EXAMPLES", "0.3"))
+_SHARE = float(os.environ.get("EXAMPLES", "0.2"))
 
 
 def examples(number: int) -> int:

@@ -13,6 +13,7 @@ from cluster.config import load
 from cluster.local.processes import ProcessCluster
 from everlift.address import join_host_port, strip_brackets
 from everlift.client.client import AsyncClient
+from tests.support.example_counts import long
 from tests.support.in_process import receive, right_tokens
 
 
@@ -28,7 +29,7 @@ needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
 
 
 @needs_ipv6
-@pytest.mark.parametrize("host", ["::1", "[::1]"])
+@pytest.mark.parametrize("host", [long("::1"), "[::1]"])
 async def test_cluster_listens_and_is_reachable_on_ipv6(tmp_path: Path, host: str) -> None:
     names = ("router.host", "router.internal_host", "router.http_host", "worker.host")
     settings = [f"{name}={host}" for name in (*names, "router.metrics_host")]

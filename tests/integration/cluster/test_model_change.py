@@ -46,6 +46,7 @@ def worker_of(status: pb.GetStatusResponse, model: str) -> str:
     return next(it.worker_id for it in status.workers if it.alive and it.model == model)
 
 
+@pytest.mark.long
 async def test_worker_changes_its_model_and_back_under_load(config: Config, tmp_path: Path) -> None:
     async with ProcessCluster(config) as cluster, AsyncClient(cluster.addresses) as client:
 

@@ -79,11 +79,11 @@ async def run(address: str, *command: str, cwd: Path = ROOT, **environ: str) -> 
     return printed
 
 
-async def check(address: str, name: str, **environ: str) -> None:
+async def check(address: str, *names: str, **environ: str) -> None:
     # Without this project's own settings and fixtures.
     alone = ["-c", os.devnull, "--noconftest", "-p", "no:cacheprovider", "-q"]
-    checks = str(CHECKS / name)
-    await run(address, program("python"), "-m", "pytest", *alone, checks, **environ)
+    checks = [str(CHECKS / name) for name in names]
+    await run(address, program("python"), "-m", "pytest", *alone, *checks, **environ)
 
 
 async def test_openai_and_langchain_clients_are_served(tmp_path: Path) -> None:
@@ -107,8 +107,8 @@ async def test_openai_client_receives_tool_calls(tmp_path: Path, form: str) -> N
 async def test_openai_client_uses_responses_and_conversations(tmp_path: Path) -> None:
     async with scripted_cluster(tmp_path / "caller", TEMPLATES["hermes"]) as parts:
         address = parts.routers[0].http_address
-        await check(address, "responses_checks.py", EVERLIFT_MODEL="caller")
-        await check(address, "conversations_checks.py", EVERLIFT_MODEL="caller")
+        checks = ["responses_checks.py", "conversations_checks.py"]
+        await check(address, *checks, EVERLIFT_MODEL="caller")
         page = await parts.ledger.list_requests("")
         requests = [(await parts.ledger.read(it.request_id)).request for it in page.entries]
     records = [(Record.from_bytes(it.attachment), it.session_id) for it in requests]

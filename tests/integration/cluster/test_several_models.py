@@ -40,6 +40,7 @@ async def fake_text(client: AsyncClient, model: str) -> str:
     return await client.generate("x", model=model, temperature=0.0, max_tokens=TOKENS).text()
 
 
+@pytest.mark.long
 async def test_routers_all_serve_every_model(config: Config) -> None:
     [task] = prompts.mixed(1, seed=3)
     async with ProcessCluster(config, revive=True) as cluster:

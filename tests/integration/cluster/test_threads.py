@@ -92,6 +92,7 @@ def test_llm_ranks_use_their_threads_and_wait_passively(tmp_path: Path) -> None:
     assert "torch was imported" not in first
 
 
+@pytest.mark.long
 def test_llm_warns_of_an_earlier_torch_import(tmp_path: Path) -> None:
     heard = llm("import torch", 1, tmp_path)
     assert said(heard, WAITING) != SLEEPS
@@ -104,6 +105,7 @@ def test_llm_keeps_omp_settings_of_the_environment(tmp_path: Path) -> None:
     assert said(llm("", 1, tmp_path, GOMP_SPINCOUNT="77"), WAITING) == "77"
 
 
+@pytest.mark.long
 def test_llm_does_not_warn_if_omp_wait_policy_is_set(tmp_path: Path) -> None:
     heard = llm("import torch", 1, tmp_path, OMP_WAIT_POLICY="ACTIVE")
     assert said(heard, WAITING) != SLEEPS

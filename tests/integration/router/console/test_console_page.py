@@ -108,6 +108,7 @@ async def check_readable(page: Page, name: str, part: str = "") -> None:
             await shown(path=path, **({} if part else {"full_page": True}))
 
 
+@pytest.mark.long
 async def test_page_shows_migration_of_streamed_request(
     chromium: Browser,
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, get_type_hints
@@ -166,13 +167,12 @@ def test_reasoning_ranges_contain_the_reasoning(case: Case, example: Example) ->
 
 @each_example
 def test_content_ranges_contain_the_content(case: Case, example: Example) -> None:
-    for end in range(len(example.text) + 1):
-        text = example.text[:end]
-        parser, found = case.parser(example), ""
-        for cut in range(end):
-            found += content(parser.feed(text[cut]))
-            assert "".join(text[it.start : it.stop] for it in parser.content_ranges) == found
-        found += content(parser.finish())
+    text, parser, found = example.text, case.parser(example), ""
+    for end in range(len(text) + 1):
+        ended = deepcopy(parser)
+        whole = found + content(ended.finish())
+        assert "".join(text[it.start : it.stop] for it in ended.content_ranges) == whole
+        found += content(parser.feed(text[end : end + 1]))
         assert "".join(text[it.start : it.stop] for it in parser.content_ranges) == found
 
 
