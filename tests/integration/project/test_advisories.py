@@ -157,7 +157,11 @@ async def test_urls_in_requests_are_never_fetched() -> None:
         text = f"![picture]({url}) <img src='{url}'> {url}"
         schema = f'{{"$ref": "{url}"}}'
         form = pb.Sampling(grammar=pb.Grammar(json_schema=schema))
-        pixel = "data:image/png;base64,iVBORw0KGgo="
+        broken = "data:image/png;base64,iVBORw0KGgo="
+        pixel = (
+            "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGNg"
+            "YGAAAAAEAAH2FzhVAAAAAElFTkSuQmCC"
+        )
         cases: Cases = {
             "native": (None, native(text=text, max_tokens=1)),
             "kserve": (None, kserve(text.encode(), max_tokens=1)),
@@ -168,10 +172,16 @@ async def test_urls_in_requests_are_never_fetched() -> None:
             "completion, schema": (InvalidGrammar, completion(structured_outputs={"json": schema})),
         }
         for kind in ("image_url", "video_url", "audio_url"):
-            for where in (url, url.replace("//", "//allowed\\@"), pixel, "file:///etc/passwd"):
+            for where in (
+                url,
+                url.replace("//", "//allowed\\@"),
+                broken,
+                pixel,
+                "file:///etc/passwd",
+            ):
                 part = {"type": kind, kind: {"url": where}}
-                # A picture is read, and this one is broken.
-                is_read = (kind, where) == ("image_url", pixel)
+                # An image is decoded before the model refuses it.
+                is_read = (kind, where) == ("image_url", broken)
                 cause = InvalidRequest if is_read else UnsupportedContent
                 cases[f"{kind} {where}"] = cause, chat(messages=[said([part])])
         await check(fronts, cases)
