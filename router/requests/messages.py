@@ -151,6 +151,7 @@ def arriving(
         cached_tokens=prediction.cached_tokens,
         session=request.session,
         adapter=request.adapter,
+        adapter_digest=request.adapter_digest,
         model=request.model,
         **prediction.queue_key._asdict(),
     )

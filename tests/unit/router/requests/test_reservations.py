@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
 from everlift.errors import LedgerFull, LedgerUnavailable, RequestConflict
-from everlift.messages import Request
-from everlift.v1 import session_pb2
+from everlift.messages import Request, Submission
+from everlift.v1 import inference_pb2, session_pb2
 from router.ledger.base import Opened
 from router.ledger.entry import Dispatch, State
 from router.ledger.memory.memory import MemoryLedger
@@ -98,6 +99,16 @@ async def test_reservation_describes_the_request_as_queued(gateway: Gateway) -> 
     [arriving], [waiting] = gateway.line.arriving, gateway.line.enqueued
     waiting.arrived, waiting.ttft_deadline = 1000.0, 1000.5
     assert arriving == waiting
+
+
+async def test_reservation_names_the_adapter_version(gateway: Gateway) -> None:
+    message = inference_pb2.GenerateRequest(text="hi", max_tokens=8)
+    request = gateway.model.resolve(Submission.from_proto(message, "r", seed=1))
+    request = replace(request, adapter="sql", adapter_digest="digest of sql")
+    await gateway.requests.submit(request, None)
+    [arriving], [waiting] = gateway.line.arriving, gateway.line.enqueued
+    assert (arriving.adapter, arriving.adapter_digest) == ("sql", "digest of sql")
+    assert (waiting.adapter, waiting.adapter_digest) == ("sql", "digest of sql")
 
 
 async def test_reserved_request_runs_to_completion(gateway: Gateway) -> None:
