@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple, Protocol, Self, TypeAlias
 
@@ -172,8 +171,7 @@ class Waiting(NamedTuple):
 _Rank: TypeAlias = tuple[int, int, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
+class Running(NamedTuple):
     """Request that was dispatched to a worker and has not left it.
 
     ``gateway`` is the id of the router that has the request, and ``epoch`` the number of the
