@@ -9,13 +9,13 @@ from random import Random
 from typing import Literal, TypeAlias
 
 from cluster.simulator.frame import Frame
-from cluster.simulator.global_queue import GATEWAY, update_index
+from cluster.simulator.global_queue import update_index
 from everlift.v1 import session_pb2
 from router.admission.load_shedding import Refusal
 from router.admission.model_queue import Placed
 from router.admission.placement import Placement
 from router.admission.preemption import Move
-from router.admission.request import Waiting
+from router.admission.request import Running, Waiting
 from router.admission.workers import Capacity
 from router.config import RouterConfig
 
@@ -90,15 +90,14 @@ class EarlyQueue:
     def estimated_wait_s(self, priority: int, work_tokens: int) -> float:
         return 0.0
 
-    def enqueue(self, waiting: session_pb2.Waiting, now: float) -> list[Refusal]:
-        request = Waiting.from_proto(GATEWAY, waiting)
-        self._waiting[request.request_id] = request
+    def enqueue(self, waiting: Waiting, now: float) -> list[Refusal]:
+        self._waiting[waiting.request_id] = waiting
         return []
 
     def withdraw(self, request_id: str, now: float) -> None:
         self._waiting.pop(request_id, None)
 
-    def running(self, running: session_pb2.Running, now: float) -> None:
+    def running(self, running: Running, now: float) -> None:
         """Ignore a preempted request, which stays at its worker."""
 
     def session_output(self, session: int, tokens: int, now: float) -> None:

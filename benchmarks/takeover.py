@@ -29,6 +29,7 @@ from benchmarks import report
 from everlift.transport import GRPC
 from everlift.v1 import session_pb2, session_pb2_grpc
 from router.admission.policy import Policy
+from router.admission.request import Running, Waiting
 from router.config import RouterConfig
 from router.heartbeat import Heartbeat
 from router.internal_server import InternalServer
@@ -70,19 +71,19 @@ class Gateway:
         self.router_id = f"gateway-{number:02}"
         self._arrivals = range(number, total, GATEWAYS)
 
-    def waiting(self, order: Policy) -> Iterator[session_pb2.Waiting]:
+    def waiting(self, order: Policy) -> Iterator[Waiting]:
         for arrived in self._arrivals:
-            yield session_pb2.Waiting(
+            yield Waiting(
                 request_id=f"{self.router_id}-{arrived:021}",
+                gateway=self.router_id,
                 arrived=float(arrived),
-                prompt_tokens=500,
+                prefill_tokens=500,
                 max_tokens=200,
-                choices=1,
-                accepted=True,
                 moves_left=3,
+                accepted=True,
             )
 
-    def running(self) -> Iterator[session_pb2.Running]:
+    def running(self) -> Iterator[Running]:
         return iter(())
 
     def dispatched(self, message: session_pb2.Dispatched) -> None:

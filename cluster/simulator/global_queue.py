@@ -22,6 +22,7 @@ from router.admission.placements import Placements
 from router.admission.policy import Rules
 from router.admission.preemption import Move
 from router.admission.prefix_index import PrefixIndex
+from router.admission.request import Running, Waiting
 from router.admission.wait_estimate import EstimatedWait
 from router.admission.workers import Capacity
 from router.config import RouterConfig
@@ -96,15 +97,15 @@ class GlobalQueue:
     def estimated_wait_s(self, priority: int, work_tokens: int) -> float:
         return self._wait.estimate(priority, work_tokens)
 
-    def enqueue(self, waiting: session_pb2.Waiting, now: float) -> list[Refusal]:
-        return self._send(session_pb2.GatewayMessage(enqueue=[waiting]), now)
+    def enqueue(self, waiting: Waiting, now: float) -> list[Refusal]:
+        return self._send(session_pb2.GatewayMessage(enqueue=[waiting.to_proto()]), now)
 
     def withdraw(self, request_id: str, now: float) -> None:
         self._send(session_pb2.GatewayMessage(withdraw=[request_id]), now)
 
-    def running(self, running: session_pb2.Running, now: float) -> None:
+    def running(self, running: Running, now: float) -> None:
         """Record that a worker preempted or resumed the request that ``running`` describes."""
-        self._send(session_pb2.GatewayMessage(running=[running]), now)
+        self._send(session_pb2.GatewayMessage(running=[running.to_proto()]), now)
 
     def served(self, outputs: list[session_pb2.ServedTokens], now: float) -> None:
         self._send(session_pb2.GatewayMessage(served=outputs), now)

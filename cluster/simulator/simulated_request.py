@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from cluster.simulator.global_queue import GATEWAY
 from cluster.simulator.length_predictor import LengthPrediction
 from cluster.simulator.sequence import BlockNames, NamedSequence
 from cluster.simulator.summary import Record
-from everlift.v1 import session_pb2
-from router.admission.request import QueueKey
+from router.admission.request import QueueKey, Running, Waiting
 from router.ledger.entry import Move, State
 from router.requests.losses import Losses
 from worker.engine.outcome import Outcome
@@ -124,7 +124,7 @@ class SimulatedRequest:
         self.move(Move.RELEASE, State.QUEUED)
         self.worker_id, self.epoch, self.samples_since = "", 0, None
 
-    # messages to the leader and to the worker
+    # reports to the leader, and the worker's sequence
 
     @property
     def predicted_output(self) -> int:
@@ -145,47 +145,43 @@ class SimulatedRequest:
             self.estimated_wait_s,
         )
 
-    def waiting(self, moves_left: int, is_suspect: bool) -> session_pb2.Waiting:
+    def waiting(self, moves_left: int, is_suspect: bool) -> Waiting:
         arrival = self.record.arrival
-        return session_pb2.Waiting(
+        return Waiting(
             request_id=self.request_id,
+            gateway=GATEWAY,
             arrived=arrival.at,
-            prompt_tokens=self.known_tokens,
+            prefill_tokens=self.known_tokens,
             max_tokens=max(1, arrival.max_tokens - self.num_tokens),
-            attempt=self.record.attempts,
-            accepted=self.accepted,
-            choices=1,
             priority=arrival.priority,
-            deadline=_time_or_zero(self.deadline),
-            ttft_deadline=_time_or_zero(self.ttft_deadline),
+            deadline=self.deadline,
+            ttft_deadline=self.ttft_deadline,
             moves_left=moves_left,
-            suspect=is_suspect,
+            is_suspect=is_suspect,
             predicted_tokens=self.prediction.length.expected_remaining(
                 self.num_tokens, arrival.max_tokens
             ),
-            **self.queue_key._asdict(),
+            queue_key=self.queue_key,
+            accepted=self.accepted,
+            has_run=self.record.attempts > 0,
             least_tokens=self.prediction.least_tokens,
-            chunks=self.chunks,
+            chunks=tuple(self.chunks),
             cached_tokens=self.num_cached,
             session=arrival.session,
         )
 
-    def running(self, moves_left: int) -> session_pb2.Running:
+    def running(self, moves_left: int) -> Running:
         arrival = self.record.arrival
-        return session_pb2.Running(
+        return Running(
             request_id=self.request_id,
+            gateway=GATEWAY,
             worker_id=self.worker_id,
             epoch=self.epoch,
             priority=arrival.priority,
             known_tokens=self.known_tokens,
-            moves_left=moves_left,
-            preempted=self.is_preempted,
             arrived=arrival.at,
-            choices=1,
-            due=_time_or_zero(min(self.deadline, self.ttft_deadline)),
-            **self.queue_key._asdict(),
+            moves_left=moves_left,
+            is_preempted=self.is_preempted,
+            due=min(self.deadline, self.ttft_deadline),
+            queue_key=self.queue_key,
         )
-
-
-def _time_or_zero(time: float) -> float:
-    return 0.0 if time == inf else time

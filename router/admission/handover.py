@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from everlift.v1 import session_pb2 as pb
 from router.admission.policy import Policy, key_of
-from router.admission.request import Key, Waiting
+from router.admission.request import Key, Running, Waiting
 
 #: Seconds between two ticks of the leader. At each one it expires what is outdated, and sends
 #: estimates to the gateways and the load to the autoscaler.
@@ -161,7 +161,7 @@ class Generations:
 #: others are limited, so that no message occupies either end for long.
 _FIRST_SIZE, _MAX_SIZE = 32, 256
 
-_Item: TypeAlias = tuple[Key, int, pb.Waiting]
+_Item: TypeAlias = tuple[Key, int, Waiting]
 
 
 class HandoverSender:
@@ -176,12 +176,11 @@ class HandoverSender:
     def __init__(
         self,
         router_id: str,
-        waiting: Iterable[pb.Waiting],
-        running: Iterable[pb.Running],
+        waiting: Iterable[Waiting],
+        running: Iterable[Running],
         generation: str,
         policy: Policy,
     ) -> None:
-        self._router_id = router_id
         self._policy = policy
         self._hello = pb.GatewayMessage(
             router_id=router_id, generation=generation, order=policy.place_name
@@ -203,18 +202,18 @@ class HandoverSender:
         #: outdated
         self._superseded: set[str] = set()
         #: by request id: the last update that was not sent yet; None: neither queued nor running
-        self._updates: dict[str, pb.Waiting | pb.Running | None] = {}
+        self._updates: dict[str, Waiting | Running | None] = {}
 
     def __bool__(self) -> bool:
         """Return whether a message is left to send."""
         return not self._all_running_sent or bool(self._updates) or self._hello.ByteSize() > 0
 
-    def _key(self, waiting: pb.Waiting) -> Key:
-        return key_of(self._policy, Waiting.from_proto(self._router_id, waiting))
+    def _key(self, waiting: Waiting) -> Key:
+        return key_of(self._policy, waiting)
 
     # updates during the handover and after it
 
-    def enqueue(self, waiting: pb.Waiting) -> None:
+    def enqueue(self, waiting: Waiting) -> None:
         self._supersede(waiting.request_id)
         key = self._key(waiting)
         if self._all_waiting_sent or (self._mark is not None and key <= self._mark):
@@ -227,7 +226,7 @@ class HandoverSender:
         self._supersede(request_id)
         self._updates[request_id] = None
 
-    def report_running(self, running: pb.Running) -> None:
+    def report_running(self, running: Running) -> None:
         self._supersede(running.request_id)
         self._updates[running.request_id] = running
 
@@ -268,10 +267,10 @@ class HandoverSender:
     def _add_updates(self, message: pb.GatewayMessage) -> None:
         for request_id in tuple(islice(self._updates, _MAX_SIZE)):
             match self._updates.pop(request_id):
-                case pb.Waiting() as waiting:
-                    message.enqueue.append(waiting)
-                case pb.Running() as running:
-                    message.running.append(running)
+                case Waiting() as waiting:
+                    message.enqueue.append(waiting.to_proto())
+                case Running() as running:
+                    message.running.append(running.to_proto())
                 case None:
                     message.withdraw.append(request_id)
 
@@ -282,7 +281,7 @@ class HandoverSender:
                 message.is_complete = self._all_waiting_sent = True
                 break
             self._mark = item[0]
-            message.enqueue.append(item[2])
+            message.enqueue.append(item[2].to_proto())
 
     def _pop_item(self) -> _Item | None:
         while True:
@@ -301,7 +300,9 @@ class HandoverSender:
 
     def _add_running(self, message: pb.GatewayMessage) -> None:
         part = list(islice(self._running, self._size))
-        message.running.extend(it for it in part if it.request_id not in self._superseded)
+        message.running.extend(
+            it.to_proto() for it in part if it.request_id not in self._superseded
+        )
         if not part:
             self._all_running_sent = True
             self._superseded.clear()

@@ -67,6 +67,8 @@ class Ordered(Protocol):
 class Waiting(NamedTuple):
     """Queued request, with the facts by which it is sorted and placed on a worker.
 
+    The message ``Waiting`` of session.proto is its encoding between a router and the leader.
+
     ``gateway`` is the id of the router that has the request. ``arrived``, ``deadline`` and
     ``ttft_deadline`` are ledger time in seconds. ``arrived`` is kept when the request is queued
     again. ``prefill_tokens`` is the number of tokens to compute before the next output token: the
@@ -140,6 +142,10 @@ class Waiting(NamedTuple):
 
     @classmethod
     def from_proto(cls, gateway: str, message: session_pb2.Waiting) -> Self:
+        """Return the request that ``message`` of the router ``gateway`` reports.
+
+        Values that other code does not expect are replaced, because other routers send them.
+        """
         return cls(
             message.request_id,
             gateway,
@@ -166,6 +172,40 @@ class Waiting(NamedTuple):
             model=message.model,
         )
 
+    def to_proto(self) -> session_pb2.Waiting:
+        """Return the message that reports the request to the leader.
+
+        It lacks the gateway, which the leader knows from the stream, and all that the leader sets.
+        """
+        return session_pb2.Waiting(
+            request_id=self.request_id,
+            arrived=self.arrived,
+            prompt_tokens=self.prefill_tokens,
+            max_tokens=self.max_tokens,
+            attempt=int(self.has_run),
+            accepted=self.accepted,
+            avoid=self.avoid,
+            choices=self.choices,
+            priority=self.priority,
+            deadline=_finite_or_zero(self.deadline),
+            ttft_deadline=_finite_or_zero(self.ttft_deadline),
+            moves_left=self.moves_left,
+            suspect=self.is_suspect,
+            predicted_tokens=self.predicted_tokens,
+            least_tokens=self.least_tokens,
+            chunks=self.chunks,
+            cached_tokens=self.cached_tokens,
+            session=self.session,
+            adapter=self.adapter,
+            adapter_digest=self.adapter_digest,
+            model=self.model,
+            **self.queue_key._asdict(),
+        )
+
+
+def _finite_or_zero(seconds: float) -> float:
+    return 0.0 if seconds == inf else seconds
+
 
 #: Priority, known tokens and request id. The request with the smallest rank is evicted first.
 _Rank: TypeAlias = tuple[int, int, str]
@@ -173,6 +213,8 @@ _Rank: TypeAlias = tuple[int, int, str]
 
 class Running(NamedTuple):
     """Request that was dispatched to a worker and has not left it.
+
+    The message ``Running`` of session.proto is its encoding between a router and the leader.
 
     ``gateway`` is the id of the router that has the request, and ``epoch`` the number of the
     dispatch. ``known_tokens`` is the length of the prompt plus the lengths of the outputs so far of
@@ -191,10 +233,11 @@ class Running(NamedTuple):
     choices: int = 1
     #: the request waits at its worker without KV blocks
     is_preempted: bool = False
-    #: this, the queue key and the adapter are as in ``Waiting``
+    #: this, the queue key, the adapter and the model are as in ``Waiting``
     due: float = inf
     queue_key: QueueKey = BY_ARRIVAL
     adapter: str = ""
+    model: str = ""
 
     @classmethod
     def dispatched(cls, waiting: Waiting, gateway: str, worker_id: str, epoch: int) -> Self:
@@ -211,6 +254,7 @@ class Running(NamedTuple):
             due=waiting.due,
             queue_key=waiting.queue_key,
             adapter=waiting.adapter,
+            model=waiting.model,
         )
 
     @classmethod
@@ -229,6 +273,25 @@ class Running(NamedTuple):
             due=message.due or inf,
             queue_key=QueueKey.from_proto(message),
             adapter=message.adapter,
+            model=message.model,
+        )
+
+    def to_proto(self) -> session_pb2.Running:
+        """Return the message that reports the request to the leader, without the gateway."""
+        return session_pb2.Running(
+            request_id=self.request_id,
+            worker_id=self.worker_id,
+            epoch=self.epoch,
+            priority=self.priority,
+            known_tokens=self.known_tokens,
+            moves_left=self.moves_left,
+            preempted=self.is_preempted,
+            arrived=self.arrived,
+            choices=self.choices,
+            due=_finite_or_zero(self.due),
+            adapter=self.adapter,
+            model=self.model,
+            **self.queue_key._asdict(),
         )
 
     @property

@@ -21,6 +21,7 @@ from everlift.v1 import session_pb2, session_pb2_grpc
 from router.admission.fair_share import ServedOutputs
 from router.admission.handover import HandoverSender
 from router.admission.policy import Policy
+from router.admission.request import Running, Waiting
 from router.event_loop import now
 from router.leader.leader import Arriving, Leader, Reservation
 
@@ -38,16 +39,16 @@ class Gateway(Protocol):
     On each new stream, LeaderClient reports the requests that ``waiting`` and ``running`` return.
     """
 
-    def waiting(self, order: Policy) -> Iterable[session_pb2.Waiting]:
-        """Yield messages about the queued requests, sorted by the queue policy ``order``.
+    def waiting(self, order: Policy) -> Iterable[Waiting]:
+        """Yield the queued requests, sorted by the queue policy ``order``.
 
         A request that leaves the queue during the iteration is omitted if it was not yielded
         before.
         """
         ...
 
-    def running(self) -> Iterable[session_pb2.Running]:
-        """Return messages about all requests that are at workers."""
+    def running(self) -> Iterable[Running]:
+        """Return all requests that are at workers."""
         ...
 
     def dispatched(self, message: session_pb2.Dispatched) -> None: ...
@@ -131,15 +132,15 @@ class LeaderClient:
     def reserve(self, request: Arriving) -> Reservation | None:
         """Reserve a worker for a new request, if the request need not queue and this replica leads.
 
-        ``request`` is called with the arrival (ledger time in seconds) and returns the request's
-        message. Returns None if the request has to queue, if another router leads, or if this
-        leader may not dispatch now.
+        ``request`` is called with the arrival (ledger time in seconds) and returns the request.
+        Returns None if the request has to queue, if another router leads, or if this leader may not
+        dispatch now.
         """
         if self._sender is None or self._sender:
             return None
         return self._local.reserve(self._router_id, request)
 
-    def enqueue(self, waiting: session_pb2.Waiting) -> None:
+    def enqueue(self, waiting: Waiting) -> None:
         if self._sender is not None:
             self._sender.enqueue(waiting)
             self._changed.set()
@@ -153,7 +154,7 @@ class LeaderClient:
             self._sender.withdraw(request_id)
             self._changed.set()
 
-    def report_running(self, running: session_pb2.Running) -> None:
+    def report_running(self, running: Running) -> None:
         """Notify the leader that a request runs at a worker, or that the worker preempted it."""
         if self._sender is not None:
             self._sender.report_running(running)

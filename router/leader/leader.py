@@ -62,9 +62,8 @@ _RETRY_S, _MOST_RETRY_S = 0.2, 2.0
 _GATEWAY_POLL_S = 0.05
 
 
-#: Function that returns the Waiting message of a new request, given its arrival (ledger time in
-#: seconds).
-Arriving: TypeAlias = Callable[[float], session_pb2.Waiting]
+#: Function that returns a new request, given its arrival (ledger time in seconds).
+Arriving: TypeAlias = Callable[[float], Waiting]
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,14 +318,14 @@ class Leader:
         """Reserve a worker for a new request of this replica's own router, ``gateway``.
 
         The ledger does not have the request yet. ``request`` is called with the arrival (ledger
-        time in seconds) and returns the request's message. Returns None if the request has to
-        queue, if another replica leads, or if the leader may not dispatch now.
+        time in seconds) and returns the request. Returns None if the request has to queue, if
+        another replica leads, or if the leader may not dispatch now.
         """
         leader_state = self._leader_state
         if leader_state is None or gateway not in self._server.gateways or not self._may_act():
             return None
         moment = now()
-        waiting = Waiting.from_proto(gateway, request(moment + self._ledger_offset_s))
+        waiting = request(moment + self._ledger_offset_s)
         placed = leader_state.reserve(waiting, moment, _new_epoch)
         if placed is None:
             return None

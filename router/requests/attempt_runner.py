@@ -12,6 +12,7 @@ from everlift.errors import EverliftError, NoWorker
 from everlift.hashes import CHUNK_SIZE, chunk_id
 from everlift.messages import Request
 from everlift.v1 import session_pb2
+from router.admission.request import Running, Waiting
 from router.config import RouterConfig
 from router.event_loop import now
 from router.leader.client import LeaderClient
@@ -154,9 +155,11 @@ class AttemptRunner:
         ``timeout_s`` is the time from the request's arrival to its deadline in seconds, or None
         without a deadline. Return None if the request has to queue.
         """
-        moves_left = self._config.max_moves
+        gateway, moves_left = self._registry.router_id, self._config.max_moves
         return self._leader_client.reserve(
-            lambda arrived: messages.arriving(request, arrived, timeout_s, prediction, moves_left)
+            lambda arrived: messages.arriving(
+                request, gateway, arrived, timeout_s, prediction, moves_left
+            )
         )
 
     def start_reserved(self, live: LiveRequest, entry: Entry, reservation: Reservation) -> bool:
@@ -170,26 +173,30 @@ class AttemptRunner:
         leader_knows = reservation.confirm()
         self.dispatched(reservation.dispatched(entry))
         if not leader_knows and live.runs_under(entry.epoch):
-            self._leader_client.report_running(messages.running(live, self._moves_left(live)))
+            self._report_running(live)
         return True
 
     def enqueue(self, live: LiveRequest) -> None:
         self._worker_wait.start_timer(live)
         self._leader_client.enqueue(self.waiting(live))
 
-    def waiting(self, live: LiveRequest) -> session_pb2.Waiting:
+    def waiting(self, live: LiveRequest) -> Waiting:
+        gateway, moves_left = self._registry.router_id, self._moves_left(live)
         is_suspect = live.losses.is_suspect(live.num_tokens, self._config)
         chunks = [chunk_id(it) for it in self._chunk_hashes(live)]
         model = live.request.model
         cached = self._leader_client.cached_tokens(model, chunks, live.known_tokens)
-        return messages.waiting(live, self._moves_left(live), is_suspect, chunks, cached)
+        return messages.waiting(live, gateway, moves_left, is_suspect, chunks, cached)
 
-    def running(self) -> list[session_pb2.Running]:
-        """Return the Running messages of all requests at workers, to be sent to a new leader."""
-        return [messages.running(live, self._moves_left(live)) for live in self._attempts.running]
+    def running(self) -> list[Running]:
+        """Return all requests at workers, to be reported to a new leader."""
+        return [self._running(live) for live in self._attempts.running]
+
+    def _running(self, live: LiveRequest) -> Running:
+        return messages.running(live, self._registry.router_id, self._moves_left(live))
 
     def _report_running(self, live: LiveRequest) -> None:
-        self._leader_client.report_running(messages.running(live, self._moves_left(live)))
+        self._leader_client.report_running(self._running(live))
 
     def _moves_left(self, live: LiveRequest) -> int:
         return max(0, self._config.max_moves - live.num_moved)

@@ -33,6 +33,7 @@ from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.admission.load_shedding import EarlyRejection
 from router.admission.policy import Policy, Rules, key_of
+from router.admission.request import Running, Waiting
 from router.admission.wait_estimate import EstimatedWait
 from router.auth.limits import Limits
 from router.auth.quotas import Quotas, unlimited
@@ -508,8 +509,8 @@ class Requests:
         """Take over a lost router's request in the background, as the leader requests."""
         self._takeover.schedule_takeover(request_id)
 
-    def waiting(self, order: Policy) -> Iterator[session_pb2.Waiting]:
-        """Yield the Waiting messages of all queued requests, sorted by ``order``, for a new leader.
+    def waiting(self, order: Policy) -> Iterator[Waiting]:
+        """Yield all queued requests, sorted by ``order``, to be reported to a new leader.
 
         The requests are marked as accepted, so that the leader does not reject them later.
         """
@@ -519,8 +520,8 @@ class Requests:
                 live.accepted = True
                 yield self.attempts.waiting(live)
 
-    def running(self) -> list[session_pb2.Running]:
-        """Return the Running messages of all requests at workers, for a new leader."""
+    def running(self) -> list[Running]:
+        """Return all requests at workers, to be reported to a new leader."""
         return self.attempts.running()
 
     # the end

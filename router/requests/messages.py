@@ -1,4 +1,4 @@
-"""Messages about a request that are sent to workers and to the leader."""
+"""Messages about a request for workers, and its descriptions for the leader."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from everlift.hashes import CHUNK_SIZE
 from everlift.messages import Request
 from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
+from router.admission.request import Running, Waiting
 from router.prediction.predictor import Prediction
 from router.requests.request import Choice, LiveRequest
 
@@ -78,74 +79,79 @@ def _sampling(live: LiveRequest, choice: Choice) -> SamplingParams:
 
 def waiting(
     live: LiveRequest,
+    gateway: str,
     moves_left: int,
     is_suspect: bool,
     chunks: Sequence[int] = (),
     cached_tokens: int = 0,
-) -> session_pb2.Waiting:
-    """Return the message that puts a request into the leader's queue.
+) -> Waiting:
+    """Return the description of a request for the leader's queue.
 
-    ``moves_left`` is how often the request may be moved to another worker while it is preempted.
-    ``is_suspect`` states whether the request may be the cause of its workers' losses. ``chunks``
-    are the ids of the chunks of its known tokens. Some worker has the first ``cached_tokens`` of
-    these tokens in its prefix cache.
+    ``gateway`` is the id of this router. ``moves_left`` is how often the request may be moved to
+    another worker while it is preempted. ``is_suspect`` states whether the request may be the cause
+    of its workers' losses. ``chunks`` are the ids of the chunks of its known tokens. Some worker
+    has the first ``cached_tokens`` of these tokens in its prefix cache.
     """
     request, unfinished = live.request, live.unfinished
     length = live.prediction.length
-    return session_pb2.Waiting(
+    return Waiting(
         request_id=request.request_id,
+        gateway=gateway,
         arrived=live.arrived,
-        prompt_tokens=live.known_tokens,
+        prefill_tokens=live.known_tokens,
         max_tokens=request.max_tokens * len(unfinished) - _output_tokens(live),
-        attempt=live.attempts,
-        accepted=live.accepted,
         avoid=live.avoid,
         choices=len(unfinished),
         priority=request.priority,
-        deadline=request.deadline or 0.0,
-        ttft_deadline=_finite_or_zero(live.ttft_deadline),
+        deadline=inf if request.deadline is None else request.deadline,
+        ttft_deadline=live.ttft_deadline,
         moves_left=moves_left,
-        suspect=is_suspect,
+        is_suspect=is_suspect,
         predicted_tokens=sum(
             length.expected_remaining(len(choice.output), request.max_tokens)
             for choice in unfinished
         ),
+        queue_key=live.prediction.queue_key,
+        accepted=live.accepted,
+        has_run=live.attempts > 0,
         least_tokens=live.prediction.least_tokens,
-        chunks=chunks,
+        chunks=tuple(chunks),
         cached_tokens=cached_tokens,
         session=request.session,
         adapter=request.adapter,
         adapter_digest=request.adapter_digest,
         model=request.model,
-        **live.prediction.queue_key._asdict(),
     )
 
 
 def arriving(
     request: Request,
+    gateway: str,
     arrived: float,
     timeout_s: float | None,
     prediction: Prediction,
     moves_left: int,
-) -> session_pb2.Waiting:
-    """Return the Waiting message of a new request, which the ledger does not have yet.
+) -> Waiting:
+    """Return the description of a new request, which the ledger does not have yet.
 
-    ``arrived`` is its arrival in ledger time, in seconds. ``timeout_s`` is the time from arrival to
-    deadline in seconds, or None without a deadline. ``moves_left`` is how often the request may be
-    moved to another worker while it is preempted.
+    ``gateway`` is the id of this router. ``arrived`` is the arrival in ledger time, in seconds.
+    ``timeout_s`` is the time from arrival to deadline in seconds, or None without a deadline.
+    ``moves_left`` is how often the request may be moved to another worker while it is preempted.
     """
     target_s = request.ttft_target_s
-    return session_pb2.Waiting(
+    return Waiting(
         request_id=request.request_id,
+        gateway=gateway,
         arrived=arrived,
-        prompt_tokens=len(request.prompt_ids),
+        prefill_tokens=len(request.prompt_ids),
         max_tokens=request.max_tokens * request.n,
         choices=request.n,
         priority=request.priority,
-        deadline=0.0 if timeout_s is None else arrived + timeout_s,
-        ttft_deadline=0.0 if target_s is None else arrived + target_s,
+        deadline=inf if timeout_s is None else arrived + timeout_s,
+        ttft_deadline=inf if target_s is None else arrived + target_s,
         moves_left=moves_left,
         predicted_tokens=prediction.output_tokens,
+        queue_key=prediction.queue_key,
         least_tokens=prediction.least_tokens,
         chunks=request.chunks,
         cached_tokens=prediction.cached_tokens,
@@ -153,31 +159,27 @@ def arriving(
         adapter=request.adapter,
         adapter_digest=request.adapter_digest,
         model=request.model,
-        **prediction.queue_key._asdict(),
     )
 
 
-def running(live: LiveRequest, moves_left: int) -> session_pb2.Running:
-    return session_pb2.Running(
+def running(live: LiveRequest, gateway: str, moves_left: int) -> Running:
+    return Running(
         request_id=live.request_id,
+        gateway=gateway,
         worker_id=live.worker_id,
         epoch=live.epoch,
         priority=live.priority,
         known_tokens=live.known_tokens,
-        moves_left=moves_left,
-        preempted=live.is_preempted,
         arrived=live.arrived,
+        moves_left=moves_left,
         choices=len(live.unfinished),
-        due=_finite_or_zero(live.due),
+        is_preempted=live.is_preempted,
+        due=live.due,
+        queue_key=live.prediction.queue_key,
         adapter=live.request.adapter,
         model=live.request.model,
-        **live.prediction.queue_key._asdict(),
     )
 
 
 def _output_tokens(live: LiveRequest) -> int:
     return sum(len(choice.output) for choice in live.unfinished)
-
-
-def _finite_or_zero(seconds: float) -> float:
-    return 0.0 if seconds == inf else seconds

@@ -1734,7 +1734,7 @@ class Waiting(google.protobuf.message.Message):
     max_tokens: builtins.int
     """maximum number of tokens that all choices together may still generate"""
     attempt: builtins.int
-    """number of the last attempt that ended; 0: none"""
+    """positive if the request has been dispatched before"""
     accepted: builtins.bool
     """The request was queued before or has run, so it is not rejected any more."""
     avoid: builtins.str

@@ -13,11 +13,12 @@ from typing import TypeVar
 from everlift.messages import Submission
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
+from router.admission.request import Running, Waiting
 from router.auth.limits import Limits
 from router.auth.quotas import unlimited
 from router.config import RouterConfig
 from router.event_loop import now
-from router.leader.leader import Reservation, dispatched
+from router.leader.leader import Arriving, Reservation, dispatched
 from router.ledger.entry import Dispatch, Entry, State
 from router.ledger.memory.memory import MemoryLedger
 from router.requests.manager import Requests
@@ -83,7 +84,7 @@ class RecordedReservation:
 
 
 class RecordedLine:
-    """``reservation`` is the next request's."""
+    """Records the messages that the leader would get; ``reservation`` is the next request's."""
 
     reservation: RecordedReservation | None = None
     is_quiet = True
@@ -105,18 +106,18 @@ class RecordedLine:
     def cached_tokens(self, model: str, chunks: Sequence[int], num_tokens: int) -> int:
         return self.cached
 
-    def reserve(self, request: Callable[[float], session_pb2.Waiting]) -> Reservation | None:
-        self.arriving.append(request(1000.0))
+    def reserve(self, request: Arriving) -> Reservation | None:
+        self.arriving.append(request(1000.0).to_proto())
         return self.reservation
 
-    def enqueue(self, waiting: session_pb2.Waiting) -> None:
-        self.enqueued.append(waiting)
+    def enqueue(self, waiting: Waiting) -> None:
+        self.enqueued.append(waiting.to_proto())
 
     def withdraw(self, request_id: str) -> None:
         self.withdrawn.append(request_id)
 
-    def report_running(self, running: session_pb2.Running) -> None:
-        self.residences.append(running)
+    def report_running(self, running: Running) -> None:
+        self.residences.append(running.to_proto())
 
     def report_served(self, request_id: str, model: str, priority: int, tokens: int) -> None:
         self.outputs[request_id, priority] += tokens

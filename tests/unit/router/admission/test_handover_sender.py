@@ -10,18 +10,19 @@ from everlift.v1 import session_pb2 as pb
 from router.admission import handover as module
 from router.admission.handover import HandoverSender
 from router.admission.policy import Fifo
+from router.admission.request import Running, Waiting
 
 
-def waits(request_id: str, arrived: float, **fields: object) -> pb.Waiting:
-    return pb.Waiting(request_id=request_id, arrived=arrived, **fields)  # type: ignore[arg-type]
+def waits(request_id: str, arrived: float) -> Waiting:
+    return Waiting(request_id, "router", arrived, prefill_tokens=1, max_tokens=1)
 
 
-def runs(request_id: str, **fields: object) -> pb.Running:
-    return pb.Running(request_id=request_id, **fields)  # type: ignore[arg-type]
+def runs(request_id: str, *, is_preempted: bool = False) -> Running:
+    return Running(request_id, "router", "w", 1, 0, 1, 0.0, 0, is_preempted=is_preempted)
 
 
 def telling(
-    waiting: Iterable[pb.Waiting] = (), running: Iterable[pb.Running] = (), generation: str = ""
+    waiting: Iterable[Waiting] = (), running: Iterable[Running] = (), generation: str = ""
 ) -> HandoverSender:
     return HandoverSender("router", waiting, running, generation, Fifo())
 
@@ -64,7 +65,7 @@ def test_sender_sends_all_requests_once_in_parts() -> None:
 def test_sender_builds_entries_lazily() -> None:
     made: list[int] = []
 
-    def waiting() -> Iterator[pb.Waiting]:
+    def waiting() -> Iterator[Waiting]:
         for number in range(1000):
             made.append(number)
             yield waits(f"r{number}", number)
@@ -107,8 +108,8 @@ def test_sender_sends_only_latest_state_of_a_request() -> None:
     this.withdraw("b")
     this.enqueue(waits("b", 2.0))
     assert told(rest(this)) == ["waits b", "gone a"]
-    this.report_running(runs("b", preempted=True))
-    this.report_running(runs("b", preempted=False))
+    this.report_running(runs("b", is_preempted=True))
+    this.report_running(runs("b", is_preempted=False))
     assert told(rest(this)) == ["runs b"]
 
 

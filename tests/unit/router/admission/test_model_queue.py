@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 from unittest.mock import patch
 
 from hypothesis import given
@@ -157,8 +158,8 @@ def test_dispatch_waits_until_handover_order_is_known() -> None:
     assert names(cluster) == ["c"]
 
 
-def key(order: Order, waiting: pb.Waiting) -> Key:
-    return key_of(policy_of(order, CONFIG), Waiting.from_proto("g", waiting))
+def key(order: Order, waiting: Waiting) -> Key:
+    return key_of(policy_of(order, CONFIG), waiting)
 
 
 class Teller:
@@ -168,16 +169,18 @@ class Teller:
         self, name: str, waiting: list[tuple[int, float]], late: int, order: Order
     ) -> None:
         self.name = name
-        self.waiting: dict[str, pb.Waiting] = {}
+        self.waiting: dict[str, Waiting] = {}
         for priority, arrived in waiting:
             request_id = f"{name}{len(self.waiting)}"
-            self.waiting[request_id] = pb.Waiting(
-                request_id=request_id,
-                arrived=arrived,
+            self.waiting[request_id] = Waiting(
+                request_id,
+                name,
+                arrived,
+                prefill_tokens=0,
+                max_tokens=0,
                 priority=priority,
                 accepted=True,
-                choices=1,
-                deadline=arrived * 7 % 11,
+                deadline=arrived * 7 % 11 or inf,
             )
         self.late = [self.waiting[name] for name in list(self.waiting)[:late]]
         early = [it for it in self.waiting.values() if it not in self.late]

@@ -14,6 +14,7 @@ from everlift.messages import OnDisconnect, Request
 from everlift.sampling import SamplingParams
 from everlift.v1 import inference_pb2, session_pb2
 from router.admission.policy import Rules, policy_of
+from router.admission.request import Waiting
 from router.admission.workers import Departures
 from router.config import RouterConfig
 from router.event_loop import now
@@ -204,8 +205,8 @@ async def test_leader_refuses_request_after_queue_ttl(ledger: FlakyLedger) -> No
     await asyncio.gather(run, return_exceptions=True)
 
 
-def arriving(arrived: float) -> session_pb2.Waiting:
-    return session_pb2.Waiting(request_id="new", arrived=arrived, prompt_tokens=3, choices=1)
+def arriving(arrived: float) -> Waiting:
+    return Waiting("new", "g", arrived, prefill_tokens=3, max_tokens=0)
 
 
 async def test_reserved_request_is_opened_as_dispatched(

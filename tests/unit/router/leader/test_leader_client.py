@@ -11,6 +11,7 @@ import pytest
 from everlift.transport import GRPC
 from everlift.v1 import session_pb2 as pb
 from router.admission.policy import Policy
+from router.admission.request import Running, Waiting
 from router.config import RouterConfig
 from router.event_loop import now
 from router.leader.client import LeaderClient
@@ -30,6 +31,14 @@ class WillingLedger(MemoryLedger):
         return Entry(request_id, State.RUNNING, request_id.partition("-")[0], 0.0, attempts=1)
 
 
+def waits(request_id: str, gateway: str, arrived: float, *, accepted: bool = False) -> Waiting:
+    return Waiting(request_id, gateway, arrived, prefill_tokens=0, max_tokens=0, accepted=accepted)
+
+
+def runs(request_id: str, gateway: str, *, is_preempted: bool = False) -> Running:
+    return Running(request_id, gateway, "w", 1, 0, 0, 0.0, 0, is_preempted=is_preempted)
+
+
 class Gateway:
     """Makes what it tells as it tells it."""
 
@@ -42,15 +51,13 @@ class Gateway:
         self.line = LeaderClient(name, leader, GRPC)
         self.line.serve(self)
 
-    def waiting(self, order: Policy) -> Iterator[pb.Waiting]:
+    def waiting(self, order: Policy) -> Iterator[Waiting]:
         for number in range(self.total):
             self.made += 1
-            yield pb.Waiting(
-                request_id=f"{self.name}-{number}", arrived=number, choices=1, accepted=True
-            )
+            yield waits(f"{self.name}-{number}", self.name, float(number), accepted=True)
 
-    def running(self) -> Iterator[pb.Running]:
-        yield pb.Running(request_id=f"{self.name}-runs", worker_id="w", epoch=1)
+    def running(self) -> Iterator[Running]:
+        yield runs(f"{self.name}-runs", self.name)
 
     def dispatched(self, message: pb.Dispatched) -> None:
         self.heard.append(f"dispatched {message.request_id}")
@@ -118,10 +125,10 @@ async def test_client_reports_all_requests_to_a_new_leader(
 
 async def test_client_reports_changes_after_the_handover(leader: Leader, gateway: Gateway) -> None:
     await until(lambda: leader_state(leader) == (3, 1))
-    gateway.line.enqueue(pb.Waiting(request_id="g-new", arrived=9.0, choices=1))
+    gateway.line.enqueue(waits("g-new", "g", 9.0))
     gateway.line.withdraw("g-runs")
     await until(lambda: leader_state(leader) == (4, 0))
-    gateway.line.report_running(pb.Running(request_id="g-new", worker_id="w", preempted=True))
+    gateway.line.report_running(runs("g-new", "g", is_preempted=True))
     await until(lambda: leader_state(leader) == (3, 1))
 
 
@@ -159,7 +166,7 @@ async def test_line_closes_when_its_leader_resigns(leader: Leader, gateway: Gate
     await until(lambda: leader_state(leader) == (3, 1))
     leader._lease.lose()
     await until(lambda: not gateway.line.is_open)
-    gateway.line.enqueue(pb.Waiting(request_id="g-new"))
+    gateway.line.enqueue(waits("g-new", "g", 9.0))
     assert gateway.line._sender is None
 
 

@@ -14,7 +14,7 @@ import pytest
 from everlift.sampling import Grammar, GrammarKind, SamplingParams
 from router.admission.policy import policy_of
 from router.admission.queue import AdmissionQueue
-from router.admission.request import QueueKey, Waiting
+from router.admission.request import QueueKey
 from router.config import Order, RouterConfig
 from router.prediction.model import Model
 from router.prediction.predictor import Prediction, Predictor
@@ -174,7 +174,7 @@ def left(
         prediction = predictor.predict(made, it.arrived, cached[number] if cached else 0)
         key = prediction.queue_key._replace(estimated_wait_s=50.0)
         prediction = replace(prediction, queue_key=key)
-        queue.push(Waiting.from_proto("g", arriving(made, float(number), None, prediction, 0)))
+        queue.push(arriving(made, "g", float(number), None, prediction, 0))
     return [int(queue.pop(1000.0).request_id) for _ in requests]
 
 

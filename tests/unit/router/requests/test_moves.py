@@ -139,7 +139,7 @@ async def test_worker_gets_the_predicted_lengths(
     starts, [running] = gateway.workers.started, gateway.requests.running()
     outputs = [start.predicted_tokens for start in starts]
     assert outputs == [outputs[0]] * 3 and outputs[0] > 0
-    assert len(starts[0].prompt_ids) + sum(outputs) == running.predicted_total
+    assert len(starts[0].prompt_ids) + sum(outputs) == running.queue_key.predicted_total
 
 
 async def test_running_report_counts_unfinished_choices(gateway: Gateway) -> None:
@@ -167,7 +167,7 @@ async def test_preempted_flag_is_reset_for_the_next_worker(gateway: Gateway) -> 
     gateway.requests.attempts.worker_lost("w")
     await until(lambda: len(gateway.line.enqueued) == 2)
     await gateway.dispatch()
-    assert [running.preempted for running in gateway.requests.running()] == [False]
+    assert [running.is_preempted for running in gateway.requests.running()] == [False]
 
 
 async def test_new_leader_learns_running_and_queued_requests(
