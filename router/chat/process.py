@@ -20,8 +20,7 @@ log = logs.get_logger(__name__)
 #: Limit of a chat's elapsed time, as a multiple of the limit of its CPU time. On a busy machine the
 #: elapsed time is longer than the CPU time.
 _ELAPSED_FACTOR = 5
-#: Seconds for the start of the process. It loads transformers, which takes 1 s, and more the first
-#: time.
+#: Seconds for the start of the process. It takes 0.5 s to load modules, and more the first time.
 _START_S = 120.0
 _MAX_BYTES_PER_CHARACTER = 4
 #: Maximum bytes of an answer in addition to its text, and of an error in total.

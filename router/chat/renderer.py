@@ -18,15 +18,17 @@ this process ends too.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import resource
 import signal
 import socket
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import jinja2.exceptions
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from router.chat import frames
 from router.chat.frames import Frame, Launch
@@ -36,6 +38,11 @@ _MAX_CAUSE = 500
 
 
 def main() -> None:
+    # Loaded before the forks. The packages' own imports, which are not needed here, would take 1 s
+    # of the 1.4 s of CPU time, and 18 of 60 MB.
+    _skip_package_code("transformers")
+    _skip_package_code("transformers.utils")
+    importlib.import_module("transformers.utils.chat_template_utils")
     with socket.socket(fileno=os.dup(sys.stdin.fileno())) as sock:
         launch = Launch(**_receive(sock))
         ended_by = ""
@@ -46,6 +53,16 @@ def main() -> None:
             if not os.WIFSIGNALED(status):
                 sys.exit(os.waitstatus_to_exitcode(status))
             ended_by = signal.Signals(os.WTERMSIG(status)).name
+
+
+def _skip_package_code(name: str) -> None:
+    """Let later imports of modules of the package ``name`` not run the package's __init__.py."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.submodule_search_locations is not None
+    package = ModuleType(name)
+    package.__spec__ = spec
+    package.__path__ = list(spec.submodule_search_locations)
+    sys.modules[name] = package
 
 
 def _child(sock: socket.socket, launch: Launch, ended_by: str) -> None:
@@ -92,6 +109,8 @@ def _answer(request: Frame, launch: Launch) -> bytes:
 
 
 def _rendered(request: Frame, launch: Launch) -> str:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     template = launch.default if request["tools"] is None else launch.tool_use
     own = request["chat_template"]
     rendered = render_jinja_template(

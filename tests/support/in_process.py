@@ -9,14 +9,17 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
+from unittest import mock
 
 from everlift.client.client import AsyncClient
 from everlift.v1 import inference_pb2 as pb
+from router.chat.templates import ChatTemplate
 from router.config import RouterConfig
 from router.ledger.base import Ledger
 from router.ledger.memory.memory import MemoryLedger
 from router.router import Router
 from worker.config import FakeModel, WorkerConfig
+from worker.grammar.fork_server import GrammarForkServer
 from worker.runner.fake_runner import expected_tokens
 from worker.serving.rank import Rank
 
@@ -81,13 +84,18 @@ class Cluster:
         return self.routers[0].address
 
     async def add_router(self) -> Router:
-        router = await Router.start(self.router_config, self.ledger)
+        # Few tests render a chat, and a renderer takes 1.5 s of CPU time to start: the first chat
+        # starts it.
+        with mock.patch.object(ChatTemplate, "start"):
+            router = await Router.start(self.router_config, self.ledger)
         self.routers.append(router)
         return router
 
     async def add_worker(self, **changes: object) -> Rank:
         rank = Rank(replace(self.worker_config, **changes))  # type: ignore[arg-type]
-        info = await rank.start()
+        # The same holds for grammars.
+        with mock.patch.object(GrammarForkServer, "prestart"):
+            info = await rank.start()
         # A router may have another model's tokenizer, for which the fake workers stand in.
         info.model = self.router_config.models[0].name
         self.workers.append(rank)
