@@ -38,6 +38,7 @@ from tests.support.worker.gguf_files import (
 from worker.model.checkpoint import BadCheckpoint
 from worker.model.gguf_weights import gguf_reading, read_gguf_tensors
 from worker.model.sharing import Run
+from worker.native import native
 from worker.serving.fingerprint import model_fingerprint
 
 LENGTHS = (100, 45, 9)
@@ -54,8 +55,12 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "cache" / "everlift"
+    directory.mkdir(parents=True)
+    # To compile the kernels again would take 30 s.
+    (directory / "native").symlink_to(native._cache())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "everlift" / "gguf"
+    return directory / "gguf"
 
 
 @pytest.fixture
