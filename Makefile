@@ -30,8 +30,10 @@ SERVER_PROTOS := $(sort $(wildcard router/api/kserve/v2/*.proto))
 # The contract of the last release.
 CONTRACT := proto/contract.binpb
 TORCH := 2.13.0
-# Tests that no clock but their own looks at share the cores by the piece. Those of whole clusters mostly wait: three files
-# of them run at a time, each in one process, in this order, in which the long ones come first.
+# Tests that no clock but their own looks at share the cores by the piece; one process more than cores, at most four, because
+# a test may wait for its servers. Of those of whole clusters three files run at a time, each in one process, in this order,
+# in which the long ones come first.
+PROCESSES := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 4)))
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 # Tests that make check runs.
 TEXTS := tests/unit/project/test_texts.py
@@ -91,14 +93,14 @@ demo: $(VENV)/.installed ## start a local cluster, kill a worker, and show that 
 	@$(BIN)/everlift demo --picture build/demo.png
 
 test: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed $(AGENT_VENV)/.installed ## run the tests (28 minutes on 2 cores with AVX2)
-	$(BIN)/pytest -q -m "not long and not soak and not ray_up and not image" -n auto --maxprocesses=4 --dist=worksteal $(ANYWHERE) \
+	$(BIN)/pytest -q -m "not long and not soak and not ray_up and not image" -n $(PROCESSES) --dist=worksteal $(ANYWHERE) \
 	  --ignore=$(TEXTS)
 	$(BIN)/pytest -q -m "not long and not soak and not ray_up and not image" -n 3 --dist=loadfile --no-loadscope-reorder \
 	  $(addprefix --ignore=,$(ANYWHERE))
 
 test-long: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed $(AGENT_VENV)/.installed ## run the long tests and a short soak test (about an hour)
 	SOAK_MINUTES=$${SOAK_MINUTES:-2} FUZZ_CASES=$${FUZZ_CASES:-100000} SCHEMAS=$${SCHEMAS:-10000} $(BIN)/pytest -q -m "long or soak"
-	EXAMPLES=2 $(BIN)/pytest -q -m "not long and not soak" -n auto --maxprocesses=4 --dist=worksteal tests/property tests/continuation
+	EXAMPLES=2 $(BIN)/pytest -q -m "not long and not soak" -n $(PROCESSES) --dist=worksteal tests/property tests/continuation
 
 # vLLM's environment also has Everlift, without what Everlift itself requires, the version of Ray that Everlift pins, and
 # pytest.

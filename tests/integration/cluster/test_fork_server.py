@@ -72,6 +72,7 @@ def open_files(pid: int) -> set[str]:
     return files
 
 
+@pytest.mark.long
 async def test_fork_server_starts_ranks_despite_numpy_threads(tmp_path: Path) -> None:
     """A single worker has all cores, and numpy comes with the model's runner."""
     launch = replace(HALF, worker=replace(HALF.worker, model=str(DEMO_MODEL)))

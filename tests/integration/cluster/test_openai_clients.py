@@ -119,6 +119,7 @@ async def test_openai_client_uses_responses_and_conversations(tmp_path: Path) ->
     assert max(map(spliced.count, spliced)) == 3
 
 
+@pytest.mark.long
 async def test_openai_client_uses_files_and_batches(tmp_path: Path) -> None:
     async with scripted_cluster(tmp_path / "caller", TEMPLATES["hermes"]) as parts:
         address = parts.routers[0].http_address

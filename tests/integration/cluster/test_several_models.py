@@ -72,6 +72,7 @@ async def test_killed_worker_is_replaced_by_one_of_its_model(config: Config) -> 
         assert set(await asyncio.gather(*streams)) == {expected}
 
 
+@pytest.mark.long
 async def test_model_without_a_worker_does_not_block_another(config: Config) -> None:
     [task] = prompts.mixed(1, seed=3)
     async with ProcessCluster(config) as cluster, AsyncClient(cluster.address) as client:

@@ -11,6 +11,7 @@ import pytest
 
 from everlift.messages import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS
 from everlift.sampling import MAX_ALLOWED_TOKENS
+from tests.support.example_counts import long
 from tests.support.in_process import ROUTER, Cluster, cluster
 from tests.support.router.chat_support import HERMES
 from tests.support.router.http_client import JSON, ask, streamed
@@ -165,7 +166,7 @@ async def test_prompt_ids_of_many_choices_are_limited() -> None:
         assert (answer.status, answer.error) == (400, ("out_of_range", "return_token_ids"))
 
 
-@pytest.mark.parametrize("is_text", [True, False])
+@pytest.mark.parametrize("is_text", [True, long(False)])
 async def test_prompt_is_truncated_to_its_end(is_text: bool) -> None:
     ids = [65 + i % 26 for i in range(3000)]
     prompt = bytes(ids).decode() if is_text else ids

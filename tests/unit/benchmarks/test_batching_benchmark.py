@@ -59,6 +59,7 @@ def test_continuous_batching_gain_grows_with_length_variance() -> None:
     assert ratio["equal"] == pytest.approx(1.0, abs=0.05)
 
 
+@pytest.mark.long
 def test_short_prompts_first_and_slai_improve_ttft() -> None:
     scale = batching.Scale(requests=200, loads=(1.1,), slots=64, budget=128)
     [policies] = batching.deadlines(Virtual(), scale, rounds=1).values()
@@ -68,6 +69,7 @@ def test_short_prompts_first_and_slai_improve_ttft() -> None:
     assert policies["slai"]["missed_share"] == 0
 
 
+@pytest.mark.long
 def test_chunked_prefill_halves_p999_time_between_tokens() -> None:
     scale = batching.Scale(requests=200, chunk=256)
     found = batching.chunks(Virtual(), scale, rounds=1)
@@ -94,6 +96,7 @@ def test_capacity_is_the_largest_load_within_the_slo(
     assert batching.capacity(found, "slai") == expected
 
 
+@pytest.mark.long
 def test_bench_scheduling_includes_virtual_batching_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = batching.Scale(sizes=(4,), output=8, requests=60, loads=(0.7,), chunk=512, slots=32)
     monkeypatch.setattr(batching, "VIRTUAL", tiny)

@@ -13,7 +13,6 @@ from statistics import fmean, median
 import pytest
 
 from router.config import RouterConfig
-from tests.support.example_counts import long
 from tests.support.router.overload_support import TPOT_S, Asked, VirtualCluster, chats
 
 #: Requests a second that one worker serves of these; more make the queue grow.
@@ -46,6 +45,7 @@ def test_goodput_holds_under_overload() -> None:
     assert goodput(played(1.3)) < 0.5 * goodput(usual), "all wait, and nobody is in time"
 
 
+@pytest.mark.long
 def test_load_below_capacity_is_rarely_refused() -> None:
     load = played(0.8, refuse_late=True, tpot_target=TPOT_S)
     assert slugs(load).total() <= 0.01 * len(load)
@@ -144,6 +144,7 @@ def test_tpot_prediction_is_accurate_under_overload() -> None:
     assert len(errors) > 300 and median(errors) < 0.1
 
 
+@pytest.mark.long
 def test_unnamed_requests_are_served_after_few_retries() -> None:
     cluster = VirtualCluster(
         RouterConfig(max_queued=50), num_workers=1, comes_back=True, has_names=False
@@ -154,7 +155,8 @@ def test_unnamed_requests_are_served_after_few_retries() -> None:
     assert all(it.ended for it in load)
 
 
-@pytest.mark.parametrize("order", [long("deadline"), "shortest"])
+@pytest.mark.long
+@pytest.mark.parametrize("order", ["deadline", "shortest"])
 def test_goodput_holds_under_overload_in_other_orders(order: str) -> None:
     load = played(1.3, order=order, refuse_late=True, tpot_target=TPOT_S)
     assert goodput(load) >= 0.9 * CAPACITY
