@@ -136,6 +136,8 @@ class BatchRun:
             await self._save()
             await self._reject([_input_error(error)])
             return
+        # A router that takes over a finalizing batch after its window must find every result.
+        await self._results.flush()
         await self._change(lambda it: it.finalizing(self._now()))
         await self._end(ending)
 
@@ -308,7 +310,6 @@ class BatchRun:
         return known
 
     async def _end(self, ending: Ending | None) -> None:
-        await self._results.flush()
         # The client counts the time for which the files are kept from the end of the batch.
         created_at = round(self._now())
         await self._save_files(created_at, min(created_at + self._kept_s, self._expires_at))
