@@ -18,7 +18,6 @@ this process ends too.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import resource
@@ -42,7 +41,8 @@ def main() -> None:
     # of the 1.4 s of CPU time, and 18 of 60 MB.
     _skip_package_code("transformers")
     _skip_package_code("transformers.utils")
-    importlib.import_module("transformers.utils.chat_template_utils")
+    import transformers.utils.chat_template_utils  # noqa: F401
+
     with socket.socket(fileno=os.dup(sys.stdin.fileno())) as sock:
         launch = Launch(**_receive(sock))
         ended_by = ""
