@@ -4,9 +4,11 @@ tokens, text, log probabilities, ends and usage, each of them once."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 from everlift.v1 import session_pb2
 from router.requests import messages
@@ -29,8 +31,15 @@ def bench() -> Iterator[Bench]:
         assert not it.clock.uncaught
 
 
-@pytest.mark.parametrize("break_it", BREAKS, ids=lambda it: it.__name__)
-@pytest.mark.parametrize("kind", KINDS)
+def cases() -> Iterator[ParameterSet]:
+    """Yield each kind with each break; `make test` tries kill with all, another with a third."""
+    for (at, kind), (number, break_it) in product(enumerate(KINDS), enumerate(BREAKS)):
+        is_quick = break_it is kill or (at + number) % 3 == 0
+        marks = () if is_quick else (pytest.mark.long,)
+        yield pytest.param(kind, break_it, id=f"{kind}-{break_it.__name__}", marks=marks)
+
+
+@pytest.mark.parametrize(("kind", "break_it"), list(cases()))
 def test_continuation_is_exact_at_every_index(bench: Bench, kind: str, break_it: Break) -> None:
     asked = KINDS[kind]
     # Every third index for a killed worker, every tenth for the others; all in make test-long.

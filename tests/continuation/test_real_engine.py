@@ -65,6 +65,8 @@ KINDS = {
     "characters of several bytes": Asked.of("repeat 🚀 5 times:", temperature=0),
     "cache_salt": Asked.of(_NAME, temperature=0, max_tokens=12, cache_salt="mine"),
 }
+#: Kinds that `make test` tries here. It tries all kinds with a fake engine.
+QUICK = ("seed", "penalties", "stop string", "n", "schema")
 
 
 class Timed:
@@ -149,7 +151,7 @@ def spread(count: int, parts: int) -> list[int]:
 
 
 @pytest.mark.parametrize("break_it", [kill, long(kill_gateway), long(attach)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind if kind in QUICK else long(kind) for kind in KINDS])
 def test_real_engine_continuation_is_exact_at_some_indices(
     bench: Bench, kind: str, break_it: Break
 ) -> None:

@@ -36,7 +36,8 @@ class Backend:
 
 
 @pytest.fixture(
-    scope="module", params=["memory", "valkey", long("redis"), "cluster-4-shards", long("tls")]
+    scope="module",
+    params=["memory", long("valkey"), long("redis"), "cluster-4-shards", long("tls")],
 )
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     if request.param == "memory":

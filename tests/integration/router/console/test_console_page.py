@@ -299,6 +299,7 @@ async def test_page_chat_keeps_history_and_system_prompt(chromium: Browser, tmp_
         assert [message["role"] for message in sent[-1]["messages"]] == ["user"]
 
 
+@pytest.mark.long
 async def test_page_chat_shows_reasoning(chromium: Browser, tmp_path: Path) -> None:
     reasoning = replace(ROUTER, reasoning_format="think")
     started = scripted_cluster(tmp_path / "m", HERMES, router_config=reasoning)
@@ -380,6 +381,7 @@ async def test_page_opens_request_from_table_by_keyboard(
             await expect(page.locator("#request-answer")).to_contain_text("running")
 
 
+@pytest.mark.long
 async def test_page_ignores_late_response_to_earlier_lookup(url: str, chromium: Browser) -> None:
     late = asyncio.Event()
 
@@ -531,6 +533,7 @@ async def test_page_requests_key_and_stores_it_in_session_only(
             await expect(connection).to_have_text("live")
 
 
+@pytest.mark.long
 async def test_page_shows_cached_prompt_tokens_by_worker_and_tenant(
     chromium: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -570,6 +573,7 @@ async def test_page_shows_cached_prompt_tokens_by_worker_and_tenant(
             await expect(tenants).to_have_text([re.compile("^acme60048 %")])
 
 
+@pytest.mark.long
 async def test_page_reopens_broken_feed(parts: Cluster, url: str, chromium: Browser) -> None:
     async with opened(chromium, url) as page:
         connection = page.locator("#connection")

@@ -19,7 +19,6 @@ from tests.support.worker.attention_support import (
     KV_HEADS,
     Batch,
     assert_formula,
-    every_form,
     every_other_form,
     kernel,
 )
@@ -99,7 +98,7 @@ def chosen(dtype: torch.dtype = torch.float16, head_dim: int = HEAD_DIM) -> Prom
     return choose_prompt_kernels(KVCache(1, 1, KV_HEADS, head_dim, dtype, CPU))
 
 
-@every_form
+@every_other_form
 def test_prompt_kernel_computes_prompts_only(stand_in: StandIn, form: AttentionForm) -> None:
     kernels = chosen()
     batch = HALF(partial(kernel, prompt_kernels=kernels), ROWS)
