@@ -68,6 +68,14 @@ constexpr size PACK_BYTES = WIDTH * PACK * sizeof(Weight);
 constexpr size LINES = (PACK_BYTES + LINE - 1) / LINE;
 // Largest panel that is prefetched. Two such panels are 1 MiB, the smallest L2 cache of these CPUs.
 constexpr size MOST_BYTES_FETCHED = 512 << 10;
+// Panels of a quantised weight that are multiplied by one row at a time. Each sum of products waits for the
+// one before, and the vectors of one panel of an AVX2 CPU are too few to use that time. To decode floats takes
+// as long, and all registers.
+#if defined(QUANTISED_INT8) || defined(QUANTISED_INT4)
+constexpr int PANELS_OF_ROW = VECTORS < 4 ? 2 : 1;
+#else
+constexpr int PANELS_OF_ROW = 1;
+#endif
 
 static_assert(TILE * VECTORS + VECTORS + 1 <= vector::REGISTERS);
 
@@ -83,6 +91,7 @@ struct Product {
   const Groups* groups;  // of a quantised weight, else null
 
   size packs() const { return groups ? groups->words : (inputs + PACK - 1) / PACK; }
+  size panels_of_task() const { return groups && rows == 1 ? PANELS_OF_ROW : 1; }
   size chunks() const { return (rows + CHUNK - 1) / CHUNK; }
   size tasks() const;
   const Weight* panel(size task) const;
@@ -181,10 +190,10 @@ inline Floats some(const Element* from, size number) {
 }
 
 // Adds the bias to sums, and stores them as the outputs of the panel whose first output is `output`.
-template <int ROWS, class Out>
-void finish(const Product<Out>& p, const Floats (&sums)[ROWS][VECTORS], size row, size output) {
+template <int ROWS, int ALL, class Out>
+void finish(const Product<Out>& p, const Floats (&sums)[ROWS][ALL], size row, size output) {
 #pragma GCC unroll 4
-  for (int v = 0; v < VECTORS; ++v) {
+  for (int v = 0; v < ALL; ++v) {
     const size first = output + v * LANES, left = p.outputs - first;
     if (left <= 0) break;
     const Floats bias = p.bias ? some(p.bias + first, left) : Floats{};
@@ -227,46 +236,48 @@ void tile(const Product<Out>& p, size row, size output, Ahead& ahead) {
 #if defined(QUANTISED_INT8) || defined(QUANTISED_INT4) || defined(QUANTISED_E4M3) || defined(QUANTISED_E2M1)
 
 // sums -= zero points times the sum of a group's inputs x [rows, count].
-template <int ROWS>
-void subtract_zeros(Floats (&sums)[ROWS][VECTORS], const Groups& groups, size group, const Stored* x,
+template <int ALL>
+void subtract_zeros(Floats (*sums)[ALL], size rows, const Groups& groups, size group, const Stored* x,
                     size stride, size count, size output) {
-  Floats zeros[VECTORS];
-  for (int v = 0; v < VECTORS; ++v) zeros[v] = -groups.zero(group, output + v * LANES);
-  for (int r = 0; r < ROWS; ++r) {
+  Floats zeros[ALL];
+  for (int v = 0; v < ALL; ++v) zeros[v] = -groups.zero(group, output + v * LANES);
+  for (size r = 0; r < rows; ++r) {
     const Floats sum = vector::spread(quantised::sum(x + r * stride, count));
-    for (int v = 0; v < VECTORS; ++v) sums[r][v] = vector::multiply_add(sum, zeros[v], sums[r][v]);
+    for (int v = 0; v < ALL; ++v) sums[r][v] = vector::multiply_add(sum, zeros[v], sums[r][v]);
   }
 }
 
-// The same as `tile` for a quantised weight.
-template <int ROWS, class Out>
+// The same as `tile` for PANELS consecutive panels of a quantised weight.
+template <int ROWS, int PANELS, class Out>
 void quantised_tile(const Product<Out>& p, size row, size output, Ahead& ahead) {
   using quantised::CODES;
+  constexpr int ALL = PANELS * VECTORS;
   const Groups& groups = *p.groups;
-  Floats totals[ROWS][VECTORS] = {};
+  const size panel = groups.words * WIDTH;
+  Floats totals[ROWS][ALL] = {};
   const Stored* x = p.x + row * p.inputs;
   const auto* words = reinterpret_cast<const quantised::Word*>(p.panels) + output * groups.words;
   for (size group = 0, done = 0; done < groups.inputs; ++group) {
     const size count = groups.count(group, done), rest = count % CODES;
     const Stored* const begin = x;
     const Stored* const end = x + (count - rest);
-    Floats sums[ROWS][VECTORS] = {};
+    Floats sums[ROWS][ALL] = {};
     for (; x + UNROLLED * CODES <= end; x += UNROLLED * CODES, words += UNROLLED * WIDTH) {
       ahead.fetch();
 #pragma GCC unroll 8
       for (int i = 0; i < UNROLLED; ++i)
-        quantised::add(sums, x + i * CODES, p.inputs, words + i * WIDTH);
+        quantised::add<VECTORS>(sums, x + i * CODES, p.inputs, words + i * WIDTH, panel);
     }
-    for (; x < end; x += CODES, words += WIDTH) quantised::add(sums, x, p.inputs, words);
+    for (; x < end; x += CODES, words += WIDTH) quantised::add<VECTORS>(sums, x, p.inputs, words, panel);
     if (rest) {
       Stored last[ROWS][CODES] = {};
       for (int r = 0; r < ROWS; ++r) std::memcpy(last[r], x + r * p.inputs, rest * sizeof *x);
-      quantised::add(sums, last[0], CODES, words);
+      quantised::add<VECTORS>(sums, last[0], CODES, words, panel);
       x += rest, words += WIDTH;
     }
-    if (groups.zeros) subtract_zeros(sums, groups, group, begin, p.inputs, count, output);
+    if (groups.zeros) subtract_zeros(sums, ROWS, groups, group, begin, p.inputs, count, output);
 #pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; ++v) {
+    for (int v = 0; v < ALL; ++v) {
       const Floats scale = groups.scale(group, output + v * LANES);
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; ++r)
@@ -276,6 +287,72 @@ void quantised_tile(const Product<Out>& p, size row, size output, Ahead& ahead) 
   }
   finish(p, totals, row, output);
 }
+
+#ifdef DECODES
+
+// Inputs whose weights are decoded at a time. They fill 8 KB, a quarter of an L1 cache.
+constexpr size BLOCK = 2048 / WIDTH;
+static_assert(BLOCK % quantised::CODES == 0);
+
+// sums [ROWS] += x [ROWS, inputs] times weights [inputs].
+template <int ROWS>
+void add_block(Floats (*sums)[VECTORS], const Stored* x, size stride, const Floats (*weights)[VECTORS],
+               size inputs) {
+  Floats tile[ROWS][VECTORS];
+  std::memcpy(tile, sums, sizeof tile);
+  for (size input = 0; input < inputs; ++input) {
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+      const Floats factor = vector::spread(element::wide(x[r * stride + input]));
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; ++v)
+        tile[r][v] = vector::multiply_add(factor, weights[input][v], tile[r][v]);
+    }
+  }
+  std::memcpy(sums, tile, sizeof tile);
+}
+
+// Multiplies rows [row, end) by one panel. The weights are decoded once for all rows, a block at a time. The
+// operations on each sum, and so its bits, are those of `quantised_tile`.
+template <class Out>
+void quantised_chunk(const Product<Out>& p, size row, size end, size output, Ahead& ahead) {
+  using quantised::CODES;
+  using Add = void (*)(Floats (*)[VECTORS], const Stored*, size, const Floats (*)[VECTORS], size);
+  constexpr Add ADDS[TILE] = {add_block<1>, add_block<2>, add_block<3>, add_block<4>, add_block<5>, add_block<6>};
+  const Groups& groups = *p.groups;
+  const size rows = end - row;
+  Floats totals[CHUNK][VECTORS], sums[CHUNK][VECTORS], weights[BLOCK][VECTORS];
+  std::memset(totals, 0, rows * sizeof *totals);
+  const Stored* x = p.x + row * p.inputs;
+  const auto* words = reinterpret_cast<const quantised::Word*>(p.panels) + output * groups.words;
+  for (size group = 0, done = 0; done < groups.inputs; ++group) {
+    const size count = groups.count(group, done);
+    std::memset(sums, 0, rows * sizeof *sums);
+    for (size first = 0; first < count; first += BLOCK) {
+      const size inputs = std::min(BLOCK, count - first);
+      for (size input = 0; input < inputs; input += CODES, words += WIDTH) {
+        if (input % (UNROLLED * CODES) == 0) ahead.fetch();
+        quantised::decode(words, weights + input);
+      }
+      for (size r = 0, tiles = (rows + TILE - 1) / TILE; tiles > 0; --tiles) {
+        const size number = (rows - r + tiles - 1) / tiles;
+        ADDS[number - 1](sums + r, x + r * p.inputs + first, p.inputs, weights, inputs);
+        r += number;
+      }
+    }
+    if (groups.zeros) subtract_zeros(sums, rows, groups, group, x, p.inputs, count, output);
+    for (int v = 0; v < VECTORS; ++v) {
+      const Floats scale = groups.scale(group, output + v * LANES);
+      for (size r = 0; r < rows; ++r) totals[r][v] = vector::multiply_add(scale, sums[r][v], totals[r][v]);
+    }
+    x += count;
+    done += count;
+  }
+  for (size r = 0; r < rows; ++r)
+    finish(p, reinterpret_cast<const Floats (&)[1][VECTORS]>(totals[r]), row + r, output);
+}
+
+#endif
 
 #define HAS_QUANTISED
 #endif
@@ -288,8 +365,9 @@ constexpr Tile<Out> TILES[TILE] = {tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, 
 template <class Out>
 const Tile<Out>* tiles_for(const Product<Out>& p) {
 #ifdef HAS_QUANTISED
-  static constexpr Tile<Out> QUANTISED_TILES[TILE] = {quantised_tile<1>, quantised_tile<2>, quantised_tile<3>,
-                                                      quantised_tile<4>, quantised_tile<5>, quantised_tile<6>};
+  static constexpr Tile<Out> QUANTISED_TILES[TILE] = {
+      quantised_tile<1, 1>, quantised_tile<2, 1>, quantised_tile<3, 1>,
+      quantised_tile<4, 1>, quantised_tile<5, 1>, quantised_tile<6, 1>};
   if (p.groups) return QUANTISED_TILES;
 #endif
   return TILES<Out>;
@@ -301,10 +379,18 @@ const Tile<Out>* tiles_for(const Product<Out>& p) {
 template <class Out>
 void chunk(const Product<Out>& p, size row, size end, size output, const Weight* next) {
   size tiles = (end - row + TILE - 1) / TILE;
-  const size bytes = p.packs() * PACK_BYTES;
+  const size bytes = p.panels_of_task() * p.packs() * PACK_BYTES;
   const bool fetches =
       next != p.panels + output * p.packs() * PACK && bytes <= MOST_BYTES_FETCHED;
-  Ahead ahead{reinterpret_cast<const char*>(next), fetches ? (UNROLLED * LINES + tiles - 1) / tiles : 0};
+  Ahead ahead{reinterpret_cast<const char*>(next), fetches ? p.panels_of_task() * UNROLLED * LINES : 0};
+#ifdef HAS_QUANTISED
+  if (p.panels_of_task() > 1 && output + WIDTH < p.outputs)
+    return quantised_tile<1, PANELS_OF_ROW>(p, row, output, ahead);
+#ifdef DECODES
+  if (p.groups && tiles > 1) return quantised_chunk(p, row, end, output, ahead);
+#endif
+#endif
+  ahead.lines = (ahead.lines + tiles - 1) / tiles;
   const char* const end_next = ahead.next + bytes;
   const Tile<Out>* const by_rows = tiles_for(p);
   for (; tiles > 0; --tiles) {
@@ -315,21 +401,24 @@ void chunk(const Product<Out>& p, size row, size end, size output, const Weight*
   }
 }
 
-// A task is one panel and at most CHUNK rows. The tasks of a panel follow each other.
+// A task is `panels_of_task` panels, or fewer at the end, and at most CHUNK rows. The tasks of a panel follow
+// each other.
 template <class Out>
 size Product<Out>::tasks() const {
-  return (outputs + WIDTH - 1) / WIDTH * chunks();
+  const size width = panels_of_task() * WIDTH;
+  return (outputs + width - 1) / width * chunks();
 }
 
+// First panel of a task.
 template <class Out>
 const Weight* Product<Out>::panel(size task) const {
-  return panels + task / chunks() * WIDTH * packs() * PACK;
+  return panels + task / chunks() * panels_of_task() * WIDTH * packs() * PACK;
 }
 
-// Computes one task. `next` is the panel of this thread's next task, which is prefetched.
+// Computes one task. `next` is the first panel of this thread's next task, which is prefetched.
 template <class Out>
 void Product<Out>::compute(size task, const Weight* next) const {
-  const size row = task % chunks() * CHUNK, output = task / chunks() * WIDTH;
+  const size row = task % chunks() * CHUNK, output = task / chunks() * panels_of_task() * WIDTH;
   chunk(*this, row, std::min(rows, row + CHUNK), output, next);
 }
 

@@ -149,12 +149,13 @@ inline vector::Pairs decoded(__m512i words, int pair) {
 #endif
 }
 
-// sums += x times the words of CODES inputs.
-template <int ROWS, int VECTORS>
-inline void add(Floats (&sums)[ROWS][VECTORS], const Stored* x, size stride, const Word* words) {
+// sums += x times the words of CODES inputs, for panels of WIDE vectors that are `panel` words apart.
+template <int WIDE, int ROWS, int VECTORS>
+inline void add(Floats (&sums)[ROWS][VECTORS], const Stored* x, size stride, const Word* words, size panel) {
   __m512i lanes[VECTORS];
 #pragma GCC unroll 4
-  for (int v = 0; v < VECTORS; ++v) lanes[v] = vector::loaded<__m512i>(words + v * LANES);
+  for (int v = 0; v < VECTORS; ++v)
+    lanes[v] = vector::loaded<__m512i>(words + v / WIDE * panel + v % WIDE * LANES);
 #pragma GCC unroll 4
   for (int pair = 0; pair < CODES / 2; ++pair) {
     vector::Pairs weights[VECTORS];
@@ -197,17 +198,21 @@ inline Floats decoded(Ints words, int bit) {
 #endif
 }
 
-// sums += x times the words of CODES inputs.
-template <int ROWS, int VECTORS>
-inline void add(Floats (&sums)[ROWS][VECTORS], const Stored* x, size stride, const Word* words) {
+// First bit of the code of one of a word's inputs.
+constexpr int bit_of(int input) { return input % 2 * 16 + input / 2 * BITS; }
+
+// sums += x times the words of CODES inputs, for panels of WIDE vectors that are `panel` words apart.
+template <int WIDE, int ROWS, int VECTORS>
+inline void add(Floats (&sums)[ROWS][VECTORS], const Stored* x, size stride, const Word* words, size panel) {
   Ints lanes[VECTORS];
 #pragma GCC unroll 4
-  for (int v = 0; v < VECTORS; ++v) lanes[v] = vector::loaded<Ints>(words + v * LANES);
+  for (int v = 0; v < VECTORS; ++v)
+    lanes[v] = vector::loaded<Ints>(words + v / WIDE * panel + v % WIDE * LANES);
 #pragma GCC unroll 8
   for (int input = 0; input < CODES; ++input) {
     Floats weights[VECTORS];
 #pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; ++v) weights[v] = decoded(lanes[v], input % 2 * 16 + input / 2 * BITS);
+    for (int v = 0; v < VECTORS; ++v) weights[v] = decoded(lanes[v], bit_of(input));
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
       const Floats factor = vector::spread(element::wide(x[r * stride + input]));
@@ -217,6 +222,20 @@ inline void add(Floats (&sums)[ROWS][VECTORS], const Stored* x, size stride, con
     }
   }
 }
+
+// to [CODES] = the weights in the words of CODES inputs, of one panel.
+template <int VECTORS>
+inline void decode(const Word* words, Floats (*to)[VECTORS]) {
+#pragma GCC unroll 4
+  for (int v = 0; v < VECTORS; ++v) {
+    const Ints lanes = vector::loaded<Ints>(words + v * LANES);
+#pragma GCC unroll 8
+    for (int input = 0; input < CODES; ++input) to[input][v] = decoded(lanes, bit_of(input));
+  }
+}
+
+// Defined if many rows are multiplied by decoded weights. The CPUs above decode about as fast as they read.
+#define DECODES
 
 #endif
 
