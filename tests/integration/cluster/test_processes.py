@@ -69,6 +69,7 @@ async def num_alive(address: str) -> int:
         return sum(worker.alive for worker in (await client.status()).workers)
 
 
+@pytest.mark.long
 async def test_routers_all_serve_with_all_workers(config: Config) -> None:
     async with ProcessCluster(replace(config, num_routers=2, num_workers=2)) as cluster:
         assert await asyncio.gather(*map(num_alive, cluster.addresses)) == [2, 2]

@@ -145,6 +145,7 @@ async def test_up_exits_on_a_signal_during_start(tmp_path: Path, number: signal.
     assert b"serves" not in out
 
 
+@pytest.mark.long
 async def test_generate_is_cancelled_by_ctrl_c(tmp_path: Path) -> None:
     async with up(tmp_path) as process:
         command = ["generate", "hello", "--max-tokens", "4000", "--request-id", "r"]

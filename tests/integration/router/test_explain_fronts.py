@@ -222,7 +222,7 @@ async def test_explain_counts_template_rendering_as_receive_time(
 ) -> None:
     router = chatting.routers[0]
     [template] = router._templates.values()
-    # It is there before anybody chats.
+    template.start()
     [process] = template._processes
     await until(lambda: process._process)
     template = HeldTemplate(template, monkeypatch)
