@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 
@@ -257,6 +258,34 @@ async def test_complete_batch_does_not_expire_in_a_takeover(objects: Objects) ->
                 raise LedgerUnavailable("the router was killed")
 
     first.link.on_write = kill_at_end
+    await until(lambda: first.link.is_down)
+    objects.now += 601
+    other.start()
+    record = await other.ended(batch_id)
+    assert (record.status, await other.results(record)) == ("completed", OK)
+    await first.stop()
+    await other.stop()
+
+
+async def test_result_that_arrives_during_a_save_is_stored_before_the_end(
+    objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, other = FakeRouter(objects, "a"), FakeRouter(objects, "b")
+    batch_id = await first.create(LINES, "10m")
+    first.model.held = {IDS[-1]}
+    write = first.link.put_object
+
+    async def put_object(name: str, *arguments: Any) -> int:
+        if len(first.model.answered) == len(IDS) - 1:
+            first.model.released.set()
+            await asyncio.sleep(0.05)
+        record = objects._objects.get(f"batches/{batch_id}")
+        if record is not None and b'"finalizing"' in record.data:
+            first.kill()
+        return await write(name, *arguments)
+
+    monkeypatch.setattr(first.link, "put_object", put_object)
+    first.start()
     await until(lambda: first.link.is_down)
     objects.now += 601
     other.start()
