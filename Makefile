@@ -30,9 +30,9 @@ SERVER_PROTOS := $(sort $(wildcard router/api/kserve/v2/*.proto))
 # The contract of the last release.
 CONTRACT := proto/contract.binpb
 TORCH := 2.13.0
-# Tests that no clock but their own looks at share the cores by the piece; one process more than cores, at most four, because
-# a test may wait for its servers. Of those of whole clusters three files run at a time, each in one process, in this order,
-# in which the long ones come first.
+# The tests in ANYWHERE do not depend on real time: any free process runs the next one. There is one process more than cores,
+# and at most four, because a test may wait for its servers. Tests of whole clusters run by file, three files at a time, in
+# the order of their names.
 PROCESSES := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 4)))
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 # Tests that make check runs.

@@ -8,7 +8,6 @@ from itertools import product
 from typing import Any
 
 import pytest
-from _pytest.mark.structures import ParameterSet
 
 from everlift.v1 import session_pb2
 from router.requests import messages
@@ -31,19 +30,29 @@ def bench() -> Iterator[Bench]:
         assert not it.clock.uncaught
 
 
-def cases() -> Iterator[ParameterSet]:
-    """Yield each kind with each break; `make test` tries kill with all, another with a third."""
-    for (at, kind), (number, break_it) in product(enumerate(KINDS), enumerate(BREAKS)):
-        is_quick = break_it is kill or (at + number) % 3 == 0
-        marks = () if is_quick else (pytest.mark.long,)
-        yield pytest.param(kind, break_it, id=f"{kind}-{break_it.__name__}", marks=marks)
+def is_quick(kind: str, break_it: Break) -> bool:
+    """Return whether `make test` tries a case: all kills, and a third of the other breaks."""
+    return break_it is kill or ([*KINDS].index(kind) + BREAKS.index(break_it)) % 3 == 0
 
 
-@pytest.mark.parametrize(("kind", "break_it"), list(cases()))
+@pytest.mark.parametrize(
+    ("kind", "break_it"),
+    [
+        pytest.param(
+            kind,
+            break_it,
+            id=f"{kind}-{break_it.__name__}",
+            marks=() if is_quick(kind, break_it) else (pytest.mark.long,),
+        )
+        for kind, break_it in product(KINDS, BREAKS)
+    ],
+)
 def test_continuation_is_exact_at_every_index(bench: Bench, kind: str, break_it: Break) -> None:
     asked = KINDS[kind]
-    # Every third index for a killed worker, every tenth for the others; all in make test-long.
-    step = 1 if examples(100) >= 100 else 3 if break_it is kill else 10
+    # `make test` tries every third index for a killed worker, and every tenth for other breaks.
+    step = 3 if break_it is kill else 10
+    if examples(100) >= 100 or not is_quick(kind, break_it):
+        step = 1
     for index in range(0, undisturbed(asked).num_tokens + 1, step):
         check(bench, asked, index, break_it)
 

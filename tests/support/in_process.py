@@ -84,7 +84,7 @@ class Cluster:
         return self.routers[0].address
 
     async def add_router(self) -> Router:
-        # Few tests render a chat, and a renderer takes 1.5 s of CPU time to start: the first chat
+        # Few tests render a chat, and a renderer takes 0.5 s of CPU time to start. The first chat
         # starts it.
         with mock.patch.object(ChatTemplate, "start"):
             router = await Router.start(self.router_config, self.ledger)
@@ -93,7 +93,7 @@ class Cluster:
 
     async def add_worker(self, **changes: object) -> Rank:
         rank = Rank(replace(self.worker_config, **changes))  # type: ignore[arg-type]
-        # The same holds for grammars.
+        # The first grammar starts the process that compiles it, for the same reason.
         with mock.patch.object(GrammarForkServer, "prestart"):
             info = await rank.start()
         # A router may have another model's tokenizer, for which the fake workers stand in.

@@ -378,13 +378,13 @@ FRAGMENTS: Mapping[str, Sequence[str]] = {
 }
 
 
+#: Parsed once, because tests create a parser for each cut of an example.
+_USE = ToolUse.of(TOOLS, None, True)
+
+
 def tool_parser(name: str, tools: Sequence[Any] = TOOLS, *, is_parallel: bool = True) -> Parser:
     use = _USE if tools is TOOLS and is_parallel else ToolUse.of(tools, None, is_parallel)
     return use.parser(find_tool_format(name, ""), "request", 0)
-
-
-#: Parsed once, because tests create a parser for each cut of an example.
-_USE = ToolUse.of(TOOLS, None, True)
 
 
 def reasoning_parser(name: str, prompt: str = "") -> Parser:

@@ -104,7 +104,7 @@ def test_image_part_of_another_form_is_refused(messages: list[dict[str, Any]], f
     assert caught.value.field == field
 
 
-def test_base64_must_be_a_text() -> None:
+def test_base64_must_be_a_string() -> None:
     with pytest.raises(InvalidRequest, match="must be a string"):
         image_of_base64("at", "image/png", 5)
 
