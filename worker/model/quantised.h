@@ -234,7 +234,7 @@ inline void decode(const Word* words, Floats (*to)[VECTORS]) {
   }
 }
 
-// Defined if many rows are multiplied by decoded weights. The CPUs above decode about as fast as they read.
+// Defined if a batch decodes weights once, a block at a time. The pairs above are decoded for each tile of rows.
 #define DECODES
 
 #endif
