@@ -267,7 +267,7 @@ async def test_complete_batch_does_not_expire_in_a_takeover(objects: Objects) ->
     await other.stop()
 
 
-async def test_result_that_arrives_during_a_save_is_stored_before_the_end(
+async def test_batch_result_during_a_save_is_stored_before_the_end(
     objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, other = FakeRouter(objects, "a"), FakeRouter(objects, "b")
