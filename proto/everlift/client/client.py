@@ -49,6 +49,8 @@ _Method: TypeAlias = Callable[[], grpc.aio.UnaryUnaryMultiCallable[Q, A]]
 #: Seconds without an answer after which a single call is sent to the next router, because the
 #: current router may be frozen.
 _TRY_TIMEOUT_S = 10.0
+#: The same for a call to load an adapter, which workers may download in up to 300 s.
+_LOAD_TIMEOUT_S = 310.0
 
 
 class AsyncClient:
@@ -427,26 +429,37 @@ class AsyncClient:
     async def load_adapter(
         self, name: str, source: str, *, model: str = "", timeout_s: float | None = None
     ) -> admin_pb2.AdapterInfo:
-        """Add a LoRA adapter to the cluster, or a new version of one, which later requests use.
+        """Add a LoRA adapter to the cluster, or a new version of one.
 
-        ``source`` is a hub id, or a directory below the setting worker.adapter_dir at the workers.
-        ``model`` is its model; empty: the cluster's first one.
-        Raises InvalidRequest if the name is taken or a worker cannot load the adapter, and
-        Forbidden if the API key does not permit the call.
+        Requests that are dispatched later use the new version, unless they already have output.
+        ``source`` is a hub id, or an absolute path below the directory that the setting
+        worker.adapter_dir names at the workers. ``model`` is the model that the adapter adapts. An
+        empty ``model`` selects that of the present version or, for a new adapter, the cluster's
+        first model.
+
+        Raises InvalidRequest if ``name`` or ``source`` is invalid, or if a worker cannot load the
+        adapter. Also raises InvalidRequest if ``name`` belongs to a model, to an adapter in the
+        cluster's settings, or to an adapter of another model. Raises UnknownModel if ``model`` is
+        not served, NoWorker if no worker of the model is connected, and UnknownWorker if the worker
+        does not answer. Raises Forbidden if the API key does not permit the call.
 
         >>> (await client.load_adapter("sql", "org/sql-lora")).name
         'sql'
         """
         with sendable():
             message = admin_pb2.LoadAdapterRequest(name=name, source=source, model=model)
-        answer = await self._call(lambda: self._routers.admin().LoadAdapter, message, timeout_s)
+        answer = await self._call(
+            lambda: self._routers.admin().LoadAdapter, message, timeout_s, try_s=_LOAD_TIMEOUT_S
+        )
         return answer.adapter
 
     async def unload_adapter(self, name: str, *, timeout_s: float | None = None) -> None:
         """Remove a LoRA adapter that was added with ``load_adapter``.
 
-        Requests that have output continue with it. Raises UnknownModel if there is none, and
-        Forbidden if the API key does not permit the call.
+        Requests that already have output continue with the adapter. Requests without output that
+        are dispatched later fail with UnknownModel. Raises UnknownModel if no adapter has this
+        name, InvalidRequest if the name is in the cluster's settings, and Forbidden if the API key
+        does not permit the call.
 
         >>> adapter = await client.load_adapter("sql", "org/sql-lora")
         >>> await client.unload_adapter(adapter.name)
@@ -524,6 +537,8 @@ class AsyncClient:
         request: Q,
         timeout_s: float | None,
         retries: Retries | None = None,
+        *,
+        try_s: float | None = None,
     ) -> A:
         retries = retries or Retries(self._retry_s, self._retry_s, random.random)
         budget = RetryBudget(self._routers, retries, Deadline(timeout_s))
@@ -532,7 +547,7 @@ class AsyncClient:
             tries += 1
             router, remaining = self._routers.current, budget.remaining()
             try:
-                return await self._attempt(method, request, remaining)
+                return await self._attempt(method, request, remaining, try_s or _TRY_TIMEOUT_S)
             except DeadlineExceeded as error:
                 raise budget.error_at_deadline(error) from None
             except EverliftError as error:
@@ -541,16 +556,18 @@ class AsyncClient:
                 else:
                     await budget.wait(error, router)
 
-    async def _attempt(self, method: _Method[Q, A], request: Q, remaining: float | None) -> A:
-        is_last = remaining is not None and remaining <= _TRY_TIMEOUT_S
-        timeout = remaining if is_last else _TRY_TIMEOUT_S
+    async def _attempt(
+        self, method: _Method[Q, A], request: Q, remaining: float | None, try_s: float
+    ) -> A:
+        is_last = remaining is not None and remaining <= try_s
+        timeout = remaining if is_last else try_s
         call = method()(request, timeout=timeout, metadata=self._routers.metadata)
         try:
             return await wire.answer(call, call)
         except DeadlineExceeded as error:
             if is_last:
                 raise
-            raise Unreachable(f"no answer within {_TRY_TIMEOUT_S:g} s") from error
+            raise Unreachable(f"no answer within {try_s:g} s") from error
 
     def _budget(self, deadline: Deadline) -> RetryBudget:
         return RetryBudget(self._routers, self._retries(), deadline)

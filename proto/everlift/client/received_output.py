@@ -18,11 +18,11 @@ class Chunk:
     """Consecutive tokens of a choice, the first at ``offset``, and the text that they complete.
 
     ``token_ids`` may be empty in the last chunk of a choice, whose text was held back until the
-    end. ``epoch`` is the number of the attempt that generated the tokens, or 0 if they were read
-    from the ledger. ``unledgered`` is true if the tokens were delivered before the ledger had
-    stored all of them, so that a failure may still lose them. Routers may do so while the ledger is
-    unavailable, and at any time with the setting ``router.durability: behind``. ``logprobs`` are
-    those of the tokens, if requested.
+    end. ``epoch`` is the random id of the attempt that generated the tokens, or 0 if the tokens
+    were read from the ledger. ``unledgered`` is true if the tokens were delivered before the ledger
+    had stored all of them, so that a failure may still lose them. Routers may deliver tokens early
+    while the ledger is unavailable, and at any time with the setting ``router.durability: behind``.
+    ``logprobs`` are those of the tokens, if requested.
     """
 
     offset: int

@@ -183,8 +183,9 @@ class RetryBudget:
     def error_at_deadline(self, error: DeadlineExceeded) -> EverliftError:
         """Return the error to raise for a call whose last attempt ended at the deadline.
 
-        ``error`` is the error of that attempt, and is returned if no attempt was made after a
-        ``wait``. Otherwise, the returned error reports the failure that preceded the last ``wait``.
+        ``error`` is the error of that attempt, and is returned if the call has never waited.
+        Otherwise, the error passed to the last ``wait`` is returned if that error is a refusal.
+        Any other error is returned as the cause of a DeadlineExceeded.
         """
         return error if self._last_error is None else _error_at_deadline(self._last_error)
 

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,7 @@ from everlift.testing import (
     Repeat,
     Skip,
 )
+from everlift.v1 import admin_pb2
 from everlift.v1 import inference_pb2 as pb
 from tests.support.free_port import free_port
 from tests.support.router.wires import WIRES, Wire
@@ -238,6 +240,20 @@ async def test_client_fails_over_from_frozen_router(
             async with AsyncClient(targets[0], retry_s=0) as client:
                 with pytest.raises(Unreachable, match="no answer within"):
                     await client.status()
+
+
+async def test_client_waits_long_for_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker may download the adapter first, which takes longer than other calls."""
+    monkeypatch.setattr(everlift.client.client, "_TRY_TIMEOUT_S", 0.2)
+
+    class SlowRouter(FakeRouter):
+        async def LoadAdapter(self, *arguments: Any) -> admin_pb2.LoadAdapterResponse:
+            await asyncio.sleep(0.6)
+            return await super().LoadAdapter(*arguments)
+
+    async with SlowRouter() as router, AsyncClient(router.address) as client:
+        assert (await client.load_adapter("sql", "org/sql")).name == "sql"
+        assert router.calls.count("LoadAdapter") == 1
 
 
 async def test_stream_close_cancels_request(wire: Wire) -> None:
