@@ -84,7 +84,8 @@ class Config:
     object is created. The model, its revision and adapters, ``chaos`` and ``internal_tls`` are
     passed on to the sections router and worker, and the further ``models`` to the section router.
     The constructor raises pydantic's ValidationError if a setting is invalid or contradicts another
-    one. Only ``load`` lets models inherit settings.
+    one. Only ``load`` lets further models inherit settings from the sections router, worker and
+    autoscale.
     """
 
     #: the served model: Hugging Face directory, GGUF file, hub id (org/name), "smollm2" or "fake"
@@ -142,7 +143,12 @@ class Config:
         check_names(dict(zip(("", *self.models), self.router.models, strict=True)))
 
     def _check_parts(self) -> None:
-        """Raise ValueError if a part has another value than the whole for a setting in common."""
+        """Raise ValueError if a section contradicts a setting of the cluster or of its model.
+
+        The sections router and worker, including each further model's section worker, may not set
+        the model, its revision, its adapters or ``internal_tls`` to another value. Unset values are
+        permitted. ``router.more_models`` must be empty or match ``models``.
+        """
         parts: list[tuple[RouterConfig | WorkerConfig, Config | ModelGroup, str]] = [
             (self.router, self, ""),
             (self.worker, self, ""),
@@ -245,9 +251,10 @@ def load(
 
 
 def _with_inherited(values: Mapping[str, object]) -> tuple[Mapping[str, object], dict[str, str]]:
-    """Return ``values`` with the settings that models inherit, and the paths of these settings.
+    """Return ``values`` with the settings that further models inherit, and their sources.
 
-    The paths are a mapping to the paths of the settings that are inherited.
+    The first result has the inherited settings in each section of ``models``. The second result
+    maps the path of each inherited setting there to the path of the setting that it copies.
     """
     models = values.get("models")
     if not isinstance(models, Mapping):

@@ -165,7 +165,10 @@ def check_names(models: Mapping[str, ModelConfig]) -> None:
 
 
 def _names(group: str, model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """Yield each name of a model for clients, after the path of the setting that defines it."""
+    """Yield (path, name) for each name by which clients can request a model or its adapters.
+
+    ``path`` is the path of the setting that defines the name.
+    """
     section = f"models.{group}." if group else ""
     yield f"{section}model", name_for_clients(model.model, model.model_revision)
     of_router = section or "router."
@@ -201,7 +204,7 @@ def inherited(values: Mapping[str, object]) -> dict[str, object]:
 def source_of(path: str) -> str:
     """Return the path of the setting from which a model inherits its setting ``path``.
 
-    ``path`` is relative to the model's section.
+    ``path`` is relative to the model's section, the result to the root of the configuration.
     """
     return f"router.{path}" if path in _INHERITED_OF_ROUTER else path
 

@@ -72,7 +72,10 @@ async def _fetch(worker: WorkerConfig) -> None:
 
 
 def _check_files(directory: Path, worker: WorkerConfig) -> None:
-    """Raise ClusterFailed if workers do not support the model in ``directory`` or an adapter."""
+    """Raise ClusterFailed if workers do not support a model, or one of ``worker.adapters``.
+
+    The model in ``directory`` is checked only for Everlift's own engine.
+    """
     from worker.model.adapters import BadAdapter
 
     if worker.engine == "everlift":

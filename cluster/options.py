@@ -162,10 +162,14 @@ def _is_switch(kind: Any) -> bool:
 def generate_options(values: Mapping[str, Any]) -> GenerateOptions:
     """Return the options of a request for the values that were given on the command line.
 
-    ``values`` are by the names of OPTIONS. Options that were not given are left out. The value
-    "@FILE" of json_schema or ebnf is replaced by the content of FILE, and so are the paths of
-    images. Raises InvalidRequest for a malformed logit_bias, a file that is not UTF-8 or an unknown
-    home directory, and OSError for a file that cannot be read. No other value is checked.
+    ``values`` maps names of OPTIONS to values. Options that were not given are left out. The value
+    "@FILE" of json_schema or ebnf is replaced by the text of FILE, and each path in images by the
+    bytes of its file. No other value is checked.
+
+    Raises:
+        InvalidRequest: logit_bias is malformed, or FILE is not UTF-8 or in an unknown home
+            directory.
+        OSError: A file cannot be read.
     """
     given = {name: value for name, value in values.items() if _is_set(value)}
     for name in ("json_schema", "ebnf"):

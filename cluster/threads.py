@@ -47,11 +47,12 @@ def threads_per_rank(groups: Sequence[WorkerGroup], group: WorkerGroup, cores: i
 def cores_of_worker(
     groups: Sequence[WorkerGroup], group: WorkerGroup, cores: Sequence[int], worker: int
 ) -> Sequence[int]:
-    """Return those of the machine's ``cores`` on which only worker number ``worker`` computes.
+    """Return the share of the machine's ``cores`` for the ranks of worker number ``worker``.
 
-    The worker is one of ``group``, which is one of ``groups``. The result is empty if a group has
-    ``worker.num_threads``, because other clusters may then use the same cores, and if there are
-    fewer cores than ranks.
+    The worker is one of ``group``, which is one of ``groups``; numbers begin with 0. The shares of
+    different workers do not overlap. All shares are empty if a group has ``worker.num_threads``,
+    because other clusters may then use the same cores. If there are fewer cores than ranks, the
+    share of a worker for which not enough cores are left is empty.
     """
     if any(each.worker.num_threads is not None for each in groups):
         return ()
@@ -68,11 +69,13 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the environment variables of a rank's process.
 
-    They set the number of OpenMP's threads to ``threads``. They let these threads spin only briefly
-    while they wait, because spinning takes cores from all other processes. They keep numpy from
-    starting threads of its own, which would prevent forking. vLLM computes with the libraries of
-    its environment that make it faster on CPUs, and its threads are bound to ``cores``, if any: the
-    cores of all ranks of the worker.
+    The variables set the number of OpenMP's threads to ``threads``. Waiting threads spin only
+    briefly, because spinning takes cores from all other processes. Numpy is kept from starting
+    threads of its own, which would prevent forking.
+
+    Variables for vLLM load the libraries of its environment that make it faster on CPUs. The
+    threads of vLLM are bound to ``cores``, the cores of all ranks of the worker, if ``cores`` is
+    not empty and the libraries exist.
     """
     return {
         **WAITING,

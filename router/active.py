@@ -54,11 +54,11 @@ class ActiveModel:
             await asyncio.sleep(_POLL_INTERVAL_S)
 
     def note(self, is_active: bool, now: float) -> None:
-        """Update ``is_active`` and ``is_switching`` of the models from the ledger's answer.
+        """Update ``is_active`` and ``is_switching`` of the router's ServedModels.
 
-        ``is_switching`` is True while the cluster is inactive, and for 10 s after it became active.
-        While the cluster is inactive, clients' connections are closed as soon as they are idle.
-        ``now`` is the router's clock in seconds.
+        ``is_active`` is the ledger's answer. ``is_switching`` is True while the cluster is
+        inactive, and for 10 s after the cluster became active. Clients' connections to an inactive
+        cluster are closed as soon as they are idle. ``now`` is the router's clock in seconds.
         """
         models = self._models
         if is_active != models.is_active:

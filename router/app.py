@@ -55,11 +55,14 @@ class RouterDeployment:
     ) -> None:
         """Create the router without starting it.
 
+        Raises LedgerSetupError if the URL of an embedded ledger is missing from the environment.
+
         Args:
             config: Settings of the router.
             ledger: Settings of the ledger.
             log_dir: Directory of the log file.
-            workers: Name of the deployment of the workers of each model of ``config``.
+            workers: Names of the worker deployments, one for each model of ``config``, in the order
+                of the models.
         """
         logs.configure("router", path=log_dir / f"router-{os.getpid()}.log")
         models = (model.name for model in config.models)
@@ -90,7 +93,7 @@ class RouterDeployment:
         )
 
     def _by_model(self, values: Mapping[str, T]) -> dict[str, T]:
-        """Return values of worker deployments by the models of these."""
+        """Return the values of the worker deployments, keyed by model instead of by deployment."""
         return {model: values[deployment] for deployment, model in self._models.items()}
 
     async def _start(self) -> None:
@@ -147,16 +150,16 @@ class RouterDeployment:
     async def num_workers(self) -> dict[str, int]:
         """Return the number of workers that are connected to this router, by worker deployment.
 
-        If another cluster is the active one (router/active.py), those of its workers are added that
-        the workers of the deployment are to replace. Raises LedgerUnavailable.
+        Each number also includes the workers that the deployment is to replace in the active
+        cluster, if that is another cluster (router/active.py). Raises LedgerUnavailable.
         """
         numbers = await self._running.num_workers()
         return {deployment: numbers[model] for deployment, model in self._models.items()}
 
     async def activate(self) -> None:
-        """Make this cluster the active one, to whose model clients are sent.
+        """Make this cluster the active one, so that clients are sent to its routers.
 
-        Without ``ledger.active_key`` this has no effect. Raises LedgerUnavailable.
+        The call has no effect if ``ledger.active_key`` is empty. Raises LedgerUnavailable.
         """
         await self._running.activate()
 

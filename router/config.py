@@ -77,7 +77,7 @@ ReasoningFormat: TypeAlias = Literal["auto", "none", "think", "mistral_think", "
 
 @dataclass(frozen=True, slots=True, config=CHECKED)
 class ModelConfig:
-    """Settings of a router for one of several models, as RouterConfig has them for the first."""
+    """Settings of a router for one model; RouterConfig itself contains those of the first model."""
 
     model: str = ""
     model_revision: str = ""
@@ -349,11 +349,11 @@ def _make_absolute(settings: object, *names: str) -> None:
 
 
 def exposures(config: RouterConfig, *, has_keys: bool) -> Iterator[str]:
-    """Yield a warning for each kind of port that other machines can reach without authentication.
+    """Yield a warning for each kind of port that other machines can reach without full protection.
 
-    These are the clients' ports without TLS or API keys, and the port for workers and routers
-    without TLS. ``has_keys`` tells whether clients need API keys. In a closed network this may be
-    intended.
+    The clients' ports need TLS and API keys, and the port for workers and routers needs TLS.
+    ``has_keys`` tells whether clients need API keys. The lack of protection may be intended in a
+    closed network.
     """
     ways = (("TLS", config.tls is not None), ("API keys", has_keys))
     missing = [name for name, is_there in ways if not is_there]

@@ -61,10 +61,10 @@ async def wait(call: asyncio.Future[Any], seconds: float) -> bool:
 
 
 class Expiry:
-    """Timer that lets ``limit`` expire after ``seconds``.
+    """Timer that lets the asyncio.Timeout ``limit`` expire after ``seconds``.
 
-    If the event loop reaches that time at least 0.25 s late, ``limit`` expires another 0.25 s
-    later, so that answers that have arrived meanwhile are read first.
+    The expiry comes another 0.25 s later if the event loop reaches that time at least 0.25 s late.
+    Answers that have arrived meanwhile are thus read first.
     """
 
     def __init__(self, limit: asyncio.Timeout, seconds: float) -> None:

@@ -106,9 +106,9 @@ class Heartbeat:
     async def announce(self, info: session_pb2.WorkerInfo) -> None:
         """Store a ready worker in the ledger, and connect to it.
 
-        Raises InvalidRequest if the worker has another block size than the connected workers, or
-        another fingerprint or other files of an adapter than those of the same model. Raises
-        LedgerUnavailable.
+        Raises InvalidRequest if a connected worker has another KV block size. The error is also
+        raised if a connected worker of the same model has another fingerprint, or other files of an
+        adapter that both have. Raises LedgerUnavailable.
         """
         for link in self._sessions.links:
             if link.is_up:

@@ -468,8 +468,9 @@ class Router:
     async def num_workers(self) -> dict[str, int]:
         """Return the number of workers of each model that are connected to this router.
 
-        If another cluster is the active one (router/active.py), those of its workers are added that
-        the workers of the model are to replace. Raises LedgerUnavailable.
+        The number also includes the workers of another cluster that the model's workers are to
+        replace (``replaced_workers``), while that cluster is active (router/active.py). Raises
+        LedgerUnavailable.
         """
         names = [model.name for model in self._models]
         connected = Counter(link.info.model for link in self._sessions.links if link.is_up)
@@ -478,9 +479,10 @@ class Router:
         return {name: connected[name] + replaced[name] for name in names}
 
     async def activate(self) -> None:
-        """Make this cluster the active one, to whose model clients are sent.
+        """Make this cluster the active one, whose routers serve the clients (router/active.py).
 
-        Without ``ledger.active_key`` this has no effect. Raises LedgerUnavailable.
+        The call has no effect if the setting ``ledger.active_key`` is empty. Raises
+        LedgerUnavailable.
         """
         await self._ledger.activate()
 

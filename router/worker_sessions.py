@@ -361,9 +361,10 @@ class Sessions:
         return link.state.num_running + link.state.num_waiting
 
     def change_model(self, worker_id: str, model: str) -> int:
-        """Tell a worker to serve another model; return how many sequences it had.
+        """Tell a worker to serve another model; return how many sequences its last report had.
 
-        Raises UnknownWorker if it is not connected, and InvalidRequest if it cannot serve it.
+        Raises UnknownWorker if the worker is not connected. Raises InvalidRequest if it cannot
+        change to ``model``, is draining, or is already changing its model.
         """
         link = self._connected(worker_id)
         others = link.info.other_models

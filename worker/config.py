@@ -265,7 +265,7 @@ class WorkerConfig:
 
     @property
     def num_ranks(self) -> int:
-        """Number of the worker's ranks; vLLM starts the processes of its devices itself."""
+        """Number of the worker's ranks; 1 with vLLM, which starts its devices' processes itself."""
         return 1 if self.engine == "vllm" else self.tensor_parallel
 
     @property

@@ -20,7 +20,8 @@ workers that are there.
 A rush is a recent arrival rate that is above the throughput of all workers, and higher than the
 previous rate by more than chance explains. In a rush, workers are added as soon as the estimated
 wait exceeds a tenth of ``ttft_target``, because a short wait soon becomes a long one. The need is
-then the first term, or the need for the recent arrival rate if that is larger.
+then the first term, or ``b / (utilisation * r)`` if that is larger, where ``b`` is a lower bound of
+the recent arrival rate.
 
 Workers are removed if no request is queued, no worker is starting, and fewer workers would have
 been enough at all times in the last ``down_delay`` seconds.
@@ -129,8 +130,8 @@ class Autoscaler:
             now: Monotonic time in seconds; never less than in the previous call.
             others: Number of workers in the report that belong to another cluster on the same
                 ledger. There are two clusters during an upgrade.
-            replaced: Number of workers of a cluster that serves another model from another ledger
-                and that this one is to replace.
+            replaced: Number of workers that this cluster's workers are to replace, in a cluster
+                with other models and its own ledger.
         """
         if load is None or age_s > self._config.stale:
             # The need at this time, and whether the cluster is idle, are unknown.
@@ -351,7 +352,11 @@ class SlidingMaximum:
         return self._falling[0][1] if self._falling else 0.0
 
     def covers(self, now: float) -> bool:
-        """Return whether the first number was recorded at least ``seconds`` before ``now``."""
+        """Return whether recording began at least ``seconds`` before ``now``.
+
+        Recording begins with the first ``note`` after the creation or a ``clear``. The result is
+        False before that.
+        """
         return self._since is not None and now - self._since >= self._seconds
 
     def clear(self) -> None:
@@ -360,5 +365,8 @@ class SlidingMaximum:
 
 
 def _queued_tokens(load: ClusterLoad) -> int:
-    """Return the queued tokens for which workers are added."""
+    """Return the number of queued tokens, except those of the lowest class (batches).
+
+    Queued requests of that class add workers only while there is no worker.
+    """
     return load.queued_tokens - load.batch_tokens

@@ -74,7 +74,11 @@ class QueuePolicy:
         return decision.workers, {}
 
     def _warn_if_missing(self, report: LoadReport | None, load: ClusterLoad | None) -> None:
-        """Log once that the routers know no model of this name, so that nothing can be decided."""
+        """Log an error if ``report`` has models, but ``load``, that of the policy's model, is None.
+
+        Without ``load`` nothing can be decided. The error is logged once, and again only if the
+        condition has ended in between.
+        """
         is_missing = report is not None and load is None and len(report.load.models) > 0
         if is_missing and not self._is_missing:
             assert report is not None
@@ -116,10 +120,11 @@ class QueuePolicy:
 
 
 def _of_model(model: str, values: Mapping[str, T]) -> T | None:
-    """Return the value of ``model``; None if there is none.
+    """Return the value of the model named ``model``; None if there is none.
 
-    If there is only one model, its value is returned, whatever its name. This process does not have
-    the model's files, and so may resolve a symbolic link to them otherwise than the routers.
+    If ``values`` has only one model, its value is returned, whatever its name. The name of a local
+    model is that of its directory or file after symbolic links. Without the model's files, this
+    process may determine another name than the routers.
     """
     if len(values) == 1:
         [only] = values.values()

@@ -128,7 +128,11 @@ class _Job:
         await self._run(run, "run the same command again to continue")
 
     async def _run(self, run: Callable[[_Advance], Awaitable[int]], hint: str) -> None:
-        """Run the lines, then print a summary, even after an interruption."""
+        """Run the lines with ``run``, then print a summary, even after an interruption.
+
+        ``run`` receives the function that advances the progress bar, and returns the number of
+        output tokens. ``hint`` tells the user how to continue, and is printed if lines remain.
+        """
         total, started_at, tokens = len(self.known), time.monotonic(), 0
         shown = sys.stderr.isatty()
         with bar(self.file.name, total, total - self.num_remaining, shown=shown) as advance:

@@ -38,7 +38,7 @@ class LocalBatch:
     advance: Callable[[int], None]
 
     async def run(self, lines: Iterable[Line]) -> int:
-        """Answer the lines without a result, and return the number of output tokens.
+        """Answer the lines that have no result yet, and return the number of output tokens.
 
         A line that fails has its error as the result. Raises ClusterFailed if the engine ends.
         """

@@ -1,4 +1,4 @@
-"""Run of a batch by a cluster, through its files and batches."""
+"""Run of a batch by a cluster, through the cluster's Files API and Batches API."""
 
 from __future__ import annotations
 
@@ -34,11 +34,13 @@ _POLL_S, _MAX_POLL_S = 0.1, 1.0
 
 @dataclass(frozen=True, slots=True)
 class ClusterBatch:
-    """Batch in a cluster; a file of many lines, or with several APIs, has several of them.
+    """Batch that a cluster runs as one or more batches of OpenAI's API.
 
-    A batch is identified by its lines, so a later run with the same lines finds it again.
-    ``window`` is the time within which it must be completed, for example ``24h``. ``advance`` is
-    called for each finished line, with a number of output tokens.
+    Lines with different APIs, or too many for one such batch, are divided among several. A batch
+    of the API is identified by its lines, their attempts and ``window``, so a later run with the
+    same ones finds it again. ``window`` is the time within which each must be completed, for
+    example ``24h``. ``advance`` is called once for each finished line, with the number of output
+    tokens since the previous call.
     """
 
     api: HttpApi
@@ -49,7 +51,10 @@ class ClusterBatch:
     async def run(self, lines: Iterable[Line]) -> int:
         """Answer the lines without a result, and return the number of output tokens.
 
-        Raises BatchFailed if the cluster rejects the file, and EverliftError.
+        Raises:
+            BatchFailed: The cluster rejects the lines of a batch.
+            EverliftError: A call to the cluster fails and must not be repeated.
+            OSError: A result cannot be written completely.
         """
         num_tokens = 0
         for url, part in self._parts(lines):
@@ -71,7 +76,11 @@ class ClusterBatch:
             after = f"&after={page['last_id']}"
 
     def _parts(self, lines: Iterable[Line]) -> Iterator[tuple[str, list[Line]]]:
-        """Yield the lines without a result in groups that fit into one batch, by API."""
+        """Yield (API path, lines) for each batch that the lines without a result need.
+
+        All lines of a batch have the same API. A batch has at most ``_MAX_LINES`` lines and
+        ``_MAX_BYTES`` bytes, unless it is a single longer line.
+        """
         groups: dict[str, list[Line]] = defaultdict(list)
         sizes: dict[str, int] = defaultdict(int)
         for line in lines:
@@ -102,7 +111,10 @@ class ClusterBatch:
             return tokens
 
     def _digest(self, url: str, part: list[Line]) -> str:
-        """Return a hash that identifies the lines, and for a retry the number of the attempt."""
+        """Return a hash of the API, the window, and each line with the number of its next attempt.
+
+        The hash identifies a batch of these lines, so that a retry makes another one.
+        """
         digest = hashlib.sha256(f"{url} {self.window} ".encode())
         for line in part:
             digest.update(b"%d " % self.results.attempt(line.custom_id) + line.to_bytes())
@@ -143,9 +155,9 @@ class ClusterBatch:
             batch = await self._retried(self.api.get, _path(batch))
 
     async def _fetch(self, batch: Any) -> None:
-        """Append the results of a batch to the file of results, and delete its files.
+        """Append a batch's results to the file of results; delete the batch's files in the cluster.
 
-        Raises UnknownObject, and appends nothing, if the cluster does not have them any more.
+        Raises UnknownObject, and appends nothing, if the cluster no longer has the results.
         """
         names = [batch[name] for name in ("output_file_id", "error_file_id") if batch[name]]
         # All are read before any is appended, because a later run with fewer lines would not find

@@ -30,7 +30,7 @@ _SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Figure of the reports A and B; ``is_more_better`` is True if a larger value is better."""
+    """Values of one figure in reports A and B; ``is_more_better`` is True if larger is better."""
 
     title: str
     a: float

@@ -185,10 +185,10 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
 
 
 class OpenAiEndpoint:
-    """OpenAI-compatible HTTP endpoint; ``fields`` are added to every request's body.
+    """OpenAI-compatible HTTP endpoint; ``fields`` are added to the body of every request.
 
-    The ``fields`` override the default fields, but not the prompt, max_tokens and the fields of a
-    request.
+    ``fields`` override default values such as that of ``temperature``. The prompt, ``max_tokens``
+    and the ``fields`` of a Request override both.
     """
 
     def __init__(
@@ -264,10 +264,12 @@ class OpenAiEndpoint:
             answer.set_usage(*(int(number or 0) for number in counts))
 
     def _has_tokens(self, choice: Mapping[str, Any], answer: Answer) -> bool:
-        """Return whether a chunk without text nevertheless stands for output tokens.
+        """Return whether a chunk without text stands for output tokens.
 
-        Such tokens are special tokens or parts of a character. The first chunk of a chat may have
-        nothing but a role, and the last chunk of most answers nothing but a finish reason.
+        Special tokens and parts of a character are tokens without text. A chunk with a finish
+        reason counts only if no output has arrived, because such a chunk usually carries no token.
+        Other chunks count in a completion, but not in a chat, whose first chunk may carry only a
+        role.
         """
         if choice.get("finish_reason") is not None:
             return not answer.has_output

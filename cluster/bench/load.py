@@ -167,9 +167,9 @@ class Load:
 
     @property
     def has_arrival_times(self) -> bool:
-        """Return whether arrival times are determined.
+        """Return whether requests have arrival times; without these, all are due at once.
 
-        A finite rate determines them, or else, if no rate is set, a workload or a trace.
+        Arrival times come from a finite ``rate``, or from a workload or trace if ``rate`` is None.
         """
         paced = self.rate is not None and isfinite(self.rate)
         return paced or (self.rate is None and bool(self.trace or self.workloads))

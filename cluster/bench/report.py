@@ -337,14 +337,16 @@ _BACKLOG_SHARE = 0.1
 
 
 class Ramp:
-    """Search for the highest sustained rate, in requests per second.
+    """Search for the highest sustained rate from ``first`` to ``most``, in requests per second.
 
-    Rates are doubled until one is not sustained or ``most`` is reached. Then the geometric mean of
-    the highest sustained and the lowest unsustained rate is tried repeatedly. If the first rate is
-    not sustained, or ``most`` is sustained, the search ends there. The search assumes that a higher
-    rate is never easier to sustain. The caller tries each rate that ``next_rate``
-    returns, and passes the result to ``report``. ``highest_sustained`` and ``lowest_unsustained``
-    are rates of these trials; None if there is none.
+    The caller tries each rate that ``next_rate`` returns, and passes the result to ``report``.
+    Rates are doubled, up to ``most``, until one is not sustained. Each further rate is the
+    geometric mean of the highest sustained and the lowest unsustained rate. The search ends when
+    the lowest unsustained rate is at most ``_PRECISION`` times the highest sustained one. The
+    search also ends if ``first`` is not sustained or ``most`` is sustained.
+
+    The search assumes that a higher rate is never easier to sustain. ``highest_sustained`` and
+    ``lowest_unsustained`` are rates that were tried; None if there is none.
     """
 
     def __init__(self, first: float, most: float) -> None:

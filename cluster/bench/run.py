@@ -110,7 +110,7 @@ class Run:
 
 @asynccontextmanager
 async def ready(target: Target, load: Load, send_options: SendOptions) -> AsyncIterator[Run]:
-    """Context manager: connect to the target, send the warm-up, and yield a run for loads.
+    """Context manager: connect to the target, send the warm-up, and yield a sender of loads.
 
     Raises BenchFailed if the target or the warm-up fails, WorkloadFailed if the requests cannot be
     created, and EverliftError or SettingsError if a cluster cannot be connected.

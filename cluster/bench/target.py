@@ -67,11 +67,11 @@ class Opened:
 
 @asynccontextmanager
 async def opened(target: Target, tokenizer: Any | None) -> AsyncIterator[Opened]:
-    """Context manager: connect to the target, and yield its endpoint, model and prompts.
+    """Context manager: connect to the target, and yield its endpoint, model and source of prompts.
 
-    ``tokenizer`` counts the tokens of prompts for an OpenAI endpoint; without one their numbers are
-    estimated. Raises BenchFailed if an OpenAI endpoint has no valid URL or lists no model. Raises
-    EverliftError or SettingsError if a cluster cannot be connected.
+    ``tokenizer`` counts the tokens of prompts for an OpenAI endpoint; without one the counts are
+    estimates. Raises BenchFailed if an OpenAI endpoint has no valid URL, or lists no model and
+    ``target`` names none. Raises EverliftError or SettingsError if a cluster cannot be connected.
     """
     connection = _cluster(target) if target.url is None else _openai(target, target.url, tokenizer)
     async with connection as found:

@@ -59,8 +59,8 @@ def outcome(
 ) -> str:
     """Return a summary of a run: the number of injected faults, and of requests by outcome.
 
-    Faults are the attempts in ``log`` without an error. The numbers of completed, migrated and
-    failed requests are the increase of one router's counters from the status ``before`` to the
+    Entries of ``log`` with an error are not counted as faults. The numbers of completed, migrated
+    and failed requests are the increase of one router's counters from the status ``before`` to the
     status ``after`` the run. A decrease, after a restart of the router, counts as 0.
     """
     made = sum(not each.error for each in log)

@@ -55,7 +55,10 @@ async def _load(address: str | None, source: AdapterSource, model: str) -> None:
 def unload(
     name: Annotated[str, typer.Argument(help="Name of the adapter.")], address: Address = None
 ) -> None:
-    """Remove an adapter; requests that have output continue with it."""
+    """Remove an adapter.
+
+    Requests for the adapter continue if they are at a worker or already have output; others fail.
+    """
     asyncio.run(_unload(address, name))
 
 

@@ -10,9 +10,10 @@ from everlift.v1 import inference_pb2 as pb
 
 @dataclass(frozen=True)
 class ModelChange:
-    """Change of a worker's model, which ends when its machine joins the model with a new worker id.
+    """Change of a worker's model, until a worker with a new id on its host serves ``model``.
 
-    ``worker`` is the worker's status before the change, ``known`` are the ids of all workers then.
+    ``worker`` is the worker's status before the change; ``known`` has the ids of all workers at
+    that time.
     """
 
     worker: pb.WorkerStatus
@@ -20,11 +21,14 @@ class ModelChange:
     known: frozenset[str]
 
     def joined(self, status: pb.GetStatusResponse) -> str:
-        """Return the id of the worker on this machine that has joined with the model, or "".
+        """Return the new id under which a worker on the same host serves ``model``, or "".
 
-        A process that ends during the change is started again with its first model, which may be
-        this one. Raises InvalidRequest if the worker still serves its model, or if another process
-        on its machine has joined with another model, probably in its place.
+        A process that ends during the change is restarted with the model that it served first. The
+        returned worker may be such a process, if that model is ``model``.
+
+        Raises InvalidRequest if the change failed and the worker still serves its present model.
+        Also raises InvalidRequest if another process on the host has joined with another model,
+        because that process has probably replaced the worker.
         """
         for it in status.workers:
             if it.worker_id == self.worker.worker_id and it.change_error:

@@ -18,11 +18,14 @@ from router.ledger.config import PROMISES
 
 
 def show(status: pb.GetStatusResponse, rates: Rates | None = None, now: float = 0.0) -> Group:
-    """Return tables of the models, if there are several, of workers and engines, and the counters.
+    """Return the status of a cluster as tables and lines for the terminal.
 
-    With ``rates``, which remember the counts of earlier calls, the workers' output tokens are shown
-    as tokens per second. ``now`` is the time of ``status``, in seconds of a clock that all calls
-    use.
+    The tables show the models (if several are served), the workers and their engines. Lines with
+    the adapters in memory and with the counters follow.
+
+    Each worker's output tokens are shown as a total, or as tokens per second if ``rates`` is given.
+    ``rates`` remembers the counts of earlier calls. ``now`` is the time of ``status``, in seconds
+    of a clock that all calls use.
     """
     tokens = "tokens/s" if rates else "tokens"
     columns = ["worker", "address", "pid", "state", "running", "waiting", "KV blocks", tokens]
@@ -71,13 +74,16 @@ def _cells(worker: pb.WorkerStatus, tokens: str) -> list[str]:
 
 
 def _engines(status: pb.GetStatusResponse) -> Table:
-    """Return a table with the figures of each worker's engine.
+    """Return a table with the figures of the engine of each connected worker.
 
-    ``budget`` is the largest number of tokens that a step may compute, and ``KV empty`` is the
-    share of the used KV blocks' token positions that is empty now. The other columns count from
-    the worker's start. ``busy`` is the used share of the batch slots, ``hits`` the share of prompt
-    tokens found in the prefix cache, and ``drafts`` the share of draft tokens that were accepted.
-    ``preempted`` counts preemptions, ``recomputed`` tokens, and ``swapped`` KV blocks, out / in.
+    ``budget`` is the maximum number of tokens in a step. ``KV empty`` is the present share of empty
+    token positions in the used KV blocks.
+
+    The other columns cover the time since the worker's start. ``busy`` is the used share of the
+    batch slots, and ``hits`` the share of prompt tokens that were found in the prefix cache.
+    ``drafts`` is the share of draft tokens that were accepted. ``preempted`` is the number of
+    preemptions, and ``recomputed`` the number of recomputed tokens. ``swapped`` shows the numbers
+    of KV blocks that were swapped out and in.
     """
     columns = ["worker", "budget", "busy", "hits", "drafts", "KV empty", "preempted"]
     table = Table(

@@ -94,11 +94,11 @@ def workers(group: WorkerGroup) -> str:
 
 
 def _check_not_running(config: Config) -> None:
-    """Raise ClusterFailed if a cluster runs in the state directory and the ledger is embedded.
+    """Raise ClusterFailed if the ledger is embedded and a running cluster uses the state directory.
 
-    An embedded ledger stores its data in the state directory. A cluster with such a ledger
-    therefore needs a state directory that no other running cluster uses, whatever ledger that
-    cluster has. A cluster with an external ledger may share its state directory.
+    An embedded ledger stores its data in the state directory. A new cluster with an embedded ledger
+    must therefore not use the directory of a running cluster, whatever ledger the running one has.
+    A new cluster with an external ledger may use that directory.
     """
     running = endpoint.running(config.state_dir)
     if running is not None and config.ledger.url == EMBEDDED:

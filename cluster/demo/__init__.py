@@ -26,7 +26,11 @@ _SLOTS = 16
 
 
 async def demonstrate(model: str, picture: Path, console: Console, *, with_ray: bool) -> Summary:
-    """Run the demo on a temporary cluster, print its summary and return it.
+    """Run the demo on a temporary cluster, print the summary and return it.
+
+    The demo sends requests, kills a worker while they run, and compares the received outputs with
+    the expected ones. The expected outputs of a model other than COUNTING_MODEL are those of a
+    preceding run of the same requests without a kill (the undisturbed run).
 
     The cluster and its state directory are removed at the end; only the file ``picture`` is kept.
 
@@ -42,7 +46,9 @@ async def demonstrate(model: str, picture: Path, console: Console, *, with_ray: 
         NoChatTemplate: The model has no chat template.
         ClusterFailed: The cluster did not start, or did not answer a request of the undisturbed
             run.
-        LedgerSetupError, SettingsError, OSError: The cluster did not start.
+        LedgerSetupError, SettingsError: The cluster did not start.
+        OSError: The cluster did not start, or the picture cannot be written.
+        grpc.aio.AioRpcError: The router did not answer a call for the status or a stored request.
     """
     from cluster.demo.run import describe, run
 
@@ -83,8 +89,9 @@ async def _tasks(model: str) -> list[Task]:
 def _config(model: str, scratch: Path) -> Config:
     """Return the demo's configuration.
 
-    One worker has fewer slots than there are requests, so that requests wait after the kill. The
-    data type is fp32, because then the texts do not depend on which requests share a batch.
+    A single worker has fewer slots than there are requests, so that requests wait after the demo
+    has killed the other worker. The data type is fp32, so that the texts do not depend on which
+    requests share a batch.
     """
     return Config(
         model=str(DEMO_MODEL) if model == COUNTING_MODEL else model,

@@ -59,9 +59,10 @@ class Occupancy:
 def draw(occupancy: Occupancy, killed: str, killed_at: float, path: Path) -> None:
     """Draw the slots over time, and save the picture as ``path``.
 
-    There is a panel per worker, a row per slot, and a bar for each period of a request in a slot.
-    A migrated request has the same colour in all panels; the others are grey. A dashed line marks
-    ``killed_at``, the seconds since the load began when the worker ``killed`` was killed.
+    There is a panel per worker, a row per slot, and a bar for each period of a request in a slot. A
+    migrated request has the same colour in all panels; other requests are grey. A dashed line in
+    each panel marks ``killed_at``, the time at which the worker with the id ``killed`` was killed.
+    ``killed_at`` is in seconds since the load began.
     """
     workers = list(dict.fromkeys(period.worker_id for period in occupancy.periods))
     workers.sort(key=lambda worker_id: worker_id != killed)

@@ -52,7 +52,8 @@ _TRIED_MIB = 2048
 def examine(config: Config) -> Iterator[Finding]:
     """Check this machine for all workers of ``config``, and the files of each model.
 
-    The subject of a finding that concerns one of several models names its group.
+    Findings on the model, adapters, ranks or CPU kernels of a worker group have the group's name at
+    the end of their subject. The first model's group has an empty name.
     """
     yield _python()
     yield _packages()
@@ -68,7 +69,10 @@ def examine(config: Config) -> Iterator[Finding]:
 
 
 def _named(group: WorkerGroup, finding: Finding) -> Finding:
-    """Return ``finding`` on a model with the name of its group, if it is not the main model."""
+    """Return ``finding`` with the name of ``group`` at the end of its subject.
+
+    The first model's group has an empty name, so that its findings stay the same.
+    """
     return replace(finding, subject=f"{finding.subject} {group.name}".strip())
 
 

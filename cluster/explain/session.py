@@ -95,9 +95,9 @@ def as_json(session_id: str, turns: Sequence[Turn]) -> dict[str, Any]:
 
 
 def _gaps(turns: Sequence[Turn]) -> Iterator[float | None]:
-    """Yield for each turn the idle time after it: until the next turn arrives, no turn runs.
+    """Yield for each turn the seconds between the end of all turns so far and the next arrival.
 
-    Yield None if another turn runs when the next one arrives, or for the last turn.
+    The value is None for the last turn, and if any turn still runs when the next one arrives.
     """
     # Turns of parallel agents may end after later turns.
     ends = accumulate((turn.ended for turn in turns), max)

@@ -132,9 +132,10 @@ def _state(attempt: pb.ExplainedAttempt) -> str:
 def neighbours(explanation: pb.Explanation) -> Iterator[str]:
     """Yield lines that name other requests of the same tenant that shared or blocked capacity.
 
-    For each attempt there are up to three lines. They name the requests at other workers without
-    free capacity at the attempt's dispatch, those already at its worker then, and those that
-    arrived at its worker during the attempt.
+    Each attempt has up to three lines. The first one names requests that other workers had at the
+    attempt's dispatch; it is left out if the request did not wait for capacity. The second one
+    names requests that the attempt's worker had then. The third one names requests that this worker
+    received during the attempt.
     """
     for attempt in explanation.attempts:
         number = attempt.number

@@ -1,4 +1,4 @@
-"""Request of an LLM in this process: the messages that start it, and its output.
+"""Request to an ``LLM``, a model in this process: the messages that start it, and its output.
 
 A Generation corresponds to the router's LiveRequest, but has a single attempt, no ledger and one
 reader.

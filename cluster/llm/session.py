@@ -33,10 +33,11 @@ class LocalSession:
         self._send(session_pb2.RouterFrame(starts=starts))
 
     def abort(self, epoch: int, choices: Iterable[int] = ()) -> None:
-        """Abort the given choices of a request, or all if none is given.
+        """Abort the given choices of a request, or all of them if ``choices`` is empty.
 
-        ``epoch`` identifies the request. Nothing more is reported about aborted choices, except
-        the rest of the frame that is being delivered if ``receive`` makes this call.
+        ``epoch`` identifies the request. ``receive`` gets no further progress of aborted choices.
+        A call from inside ``receive`` is the only exception: progress messages that were collected
+        together with the current one still follow.
         """
         abort = session_pb2.Abort(epoch=epoch, choices=choices)
         self._send(session_pb2.RouterFrame(aborts=[abort]))

@@ -15,10 +15,10 @@ from everlift.client.received_output import Chunk
 
 
 class CompletionStream(Iterator[Chunk]):
-    """Iterator over the chunks of one prompt, and context manager that closes it.
+    """Iterator over the chunks of one prompt's output, and context manager that closes it.
 
-    After the last chunk, ``completion`` is set and the iteration ends. If the request failed, the
-    iterator raises its error instead of ending.
+    ``completion`` is set after the last chunk. The iteration then ends, or raises the error of the
+    request if the request failed.
     """
 
     def __init__(self, task: Task, background: Background) -> None:

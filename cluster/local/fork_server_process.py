@@ -1,12 +1,14 @@
 """Process that forks ranks.
 
-Command: ``python -m cluster.local.fork_server_process PARENT CONTROL MODULE...``.
+Command: ``python -m cluster.local.fork_server_process PARENT CONTROL MODULE...``. PARENT is the
+parent's process id; the kernel kills this process when the parent ends. CONTROL is the file
+descriptor of the control socket, which is inherited and of type SOCK_SEQPACKET.
 
-It imports the modules once. Then it sends "ready" on its control socket, or the reason why it
-cannot fork. Each message that it receives is the role (see launch.py) of a process to fork, with
-four descriptors: standard input, output and error, and a pipe for the exit status. It answers with
-the id and the pidfd of the process, or with the reason why the fork failed. When the socket is
-closed, it ends, and all processes that it forked end too.
+The process imports the modules once. Then it sends "ready" on the control socket, or the reason why
+it cannot fork. Each message that it receives is the role (see launch.py) of a process to fork. Four
+descriptors come with it: standard input, output and error, and a pipe for the exit status. The
+answer is the id and the pidfd of the forked process, or the reason why the fork failed. This
+process ends when the socket is closed, and all processes that it forked end too.
 """
 
 from __future__ import annotations

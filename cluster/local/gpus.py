@@ -3,8 +3,9 @@
 NVML counts the GPUs, so that CUDA is not initialised and torch is not imported.
 
     available GPUs         CUDA_VISIBLE_DEVICES of this process if set, else all in CUDA's order
-    worker w of a model    GPUs from number w * tensor_parallel of these, after those of the models
-                           before it: one for each rank, or all for the only rank of vLLM
+    order of assignment    workers 0, 1, ... of the first model, then those of the next model, ...
+    GPUs of a worker       the next tensor_parallel GPUs: one for each rank; with vLLM, all of them
+                           for the only rank
     more ranks than GPUs   the GPUs are assigned in turn, so that some ranks share one
 """
 
@@ -25,12 +26,12 @@ _NONE = ("", "-1")
 def gpus_of_ranks(
     groups: Sequence[WorkerGroup], group: WorkerGroup, gpus: Sequence[str], worker: int = 0
 ) -> list[str]:
-    """Return the name of the GPU of each rank of worker number ``worker``.
+    """Return the name of the GPU of each rank of worker number ``worker`` of ``group``.
 
-    vLLM has a single rank, whose text has the names of all GPUs of the worker, separated by commas.
-    The worker is one of ``group``, which is one of the ``groups`` that share the machine. ``gpus``
-    are the names of the visible GPUs. With fewer than two, and for a group that uses none, all
-    names are empty, so that CUDA chooses.
+    vLLM has a single rank; its element has the names of all GPUs of the worker, separated by
+    commas. ``groups`` are all groups that share the machine, including ``group``. ``gpus`` are the
+    names of the visible GPUs. All elements are empty, so that CUDA chooses, if there are fewer than
+    two visible GPUs or ``group`` uses no GPU.
     """
     size, num_ranks = group.worker.tensor_parallel, group.worker.num_ranks
     if len(gpus) < 2 or not uses_gpus(group):

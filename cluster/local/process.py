@@ -130,7 +130,7 @@ async def _run_model(
     start_reporter: StartReporter,
     stop: asyncio.Event,
 ) -> Rank | None:
-    """Run a rank to its end; return the rank of the worker's next model, None if there is none."""
+    """Run a rank to its end; return the next rank if the worker changes its model, else None."""
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, rank.reclaim)
     try:
         await _first(stop.wait(), _live(rank, launch, send_report, start_reporter))

@@ -55,8 +55,8 @@ class Report:
     """Accuracy of a predictor on outputs that arrived after its training examples.
 
     ``learnt_from`` is the number of training examples. ``by_application`` has figures by the name
-    of the application. Requests without one are grouped by the digest of the narrowest group of
-    similar requests that they belong to.
+    of the application. Requests without an application are grouped by the digest of their narrowest
+    group of similar requests: the last digest in ``RequestFeatures.groups`` that is not empty.
     """
 
     learnt_from: int

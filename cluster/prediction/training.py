@@ -93,10 +93,11 @@ def trained(served: str, examples: Sequence[Example]) -> tuple[str, Report]:
 
 
 def table(examples: Sequence[Example], histories: Histories) -> tuple[Array, Array]:
-    """Return the features, [examples, features], and the log lengths of the outputs, [examples].
+    """Return the features and the natural logarithms of the lengths of all outputs.
 
-    The features of a request depend only on the outputs of earlier requests. Afterwards all outputs
-    are recorded in ``histories``.
+    The shapes are [examples, features] and [examples]. ``examples`` must be in order of arrival.
+    The features of a request depend only on ``histories`` and the outputs of earlier requests. The
+    outputs of each request are recorded in ``histories`` after its features have been computed.
     """
     rows = []
     for features, outputs in by_request(examples):

@@ -41,9 +41,10 @@ def application(args: Mapping[str, object]) -> Application:
     """Return the Serve application with the nested settings ``args``; Ray must be running.
 
     Raises:
-        SettingsError: An argument is not a setting, belongs in ``deployments``, or is the
-            ledger's URL.
-        ModelUnavailable: The model cannot be found.
+        SettingsError: An argument is not a valid setting, is the ledger's URL, or belongs in the
+            ``deployments`` section of Serve's file because it changes without a restart.
+        ModelUnavailable: The commit of a hub model or hub adapter cannot be determined.
+        ClusterFailed: A worker of vLLM without GPUs needs several nodes.
     """
     _, run_time = _divided(args)
     if run_time:
@@ -137,7 +138,11 @@ def _set(config: Config) -> dict[str, Any]:
 
 
 def _set_of_model(whole: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a further model that it does not inherit, and its model."""
+    """Return the settings that the section of a further model must contain, as nested dicts.
+
+    The result has ``model`` and the settings that differ from the inherited and default values. The
+    argument ``model`` has all settings of the section, and ``whole`` those of the cluster.
+    """
     defaults = settings.to_dict(ModelGroup(model=model["model"]))
     base = settings.merge(defaults, inherited(whole))
     worker = {name: value for name, value in model["worker"].items() if name not in OWN_OF_WORKERS}

@@ -35,7 +35,10 @@ _BOUNDS = ("min_workers", "max_workers", "max_routers")
 
 
 def is_run_time(path: str) -> bool:
-    """Return whether the setting with the dotted ``path`` is an option of deployments."""
+    """Return whether the setting with the dotted ``path`` changes without a restart of actors.
+
+    Such settings are options of the Serve deployments; all others are ``args``.
+    """
     section, *names = path.split(".")
     if section == "models" and names:
         names[0] = "*"
@@ -55,7 +58,12 @@ def options(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def _router_settings(config: Config) -> dict[str, Any]:
-    """Return the user_config of the routers; it has settings of workers by deployment."""
+    """Return the ``user_config`` of the router deployment.
+
+    The result has the log level and the router's run-time settings. Two further mappings, by the
+    name of a worker deployment, have its number of workers (None if its model's autoscaler decides)
+    and its autoscaler's settings. Router and autoscaler settings with default values are left out.
+    """
     groups = config.groups
     return {
         "log_level": config.log_level,

@@ -1,14 +1,14 @@
 """Settings of a local Ray (2.60) that its public interface does not offer.
 
 Listening addresses: Ray's servers listen on the address of their node, which therefore has to be
-127.0.0.1. ``ray.init`` replaces that address by the machine's external one unless clusters are
-disabled. Each replica of Serve opens another port on every interface, for pickled calls between
-deployments.
+127.0.0.1. ``ray.init`` replaces that address by the machine's external one unless Ray's support of
+clusters with several nodes is disabled, as ``prepare`` does. Each replica of Serve opens another
+port on every interface, for pickled calls between deployments.
 
 Messages: Ray prints its messages to the standard output of the process that started it.
 
 Load: by default Serve's controller runs ten times a second, which takes 3 % of a core even while
-the cluster is idle. On a small machine the engine needs that time.
+the cluster is idle. The engine needs that time on a small machine.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ def bind_replicas() -> None:
 
 
 def log_messages() -> None:
-    """Write Ray's messages to Everlift's log. To be called in the process that starts Ray."""
+    """Redirect Ray's messages from standard output to Everlift's log.
+
+    Must be called in the process that starts Ray.
+    """
     from ray._private import worker
 
     module: Any = worker

@@ -357,9 +357,10 @@ def _placement(
 ) -> _Placement:
     """Return the placement of a worker with ``resources`` for each of its devices.
 
-    The only rank of vLLM has the resources of all devices on one node. Over several nodes, vLLM
-    runs an actor in each bundle, and the rank needs no GPU. Raises ClusterFailed if a worker of
-    vLLM without GPUs does not fit on one node.
+    ``nodes`` are the resources of each node. A worker of vLLM has a single rank: on one node, this
+    rank has the resources of all devices. vLLM on several nodes runs an actor in each bundle, and
+    the rank needs no GPU. Raises ClusterFailed if a worker of vLLM without GPUs needs several
+    nodes.
     """
     size = group.worker.tensor_parallel
     # The resources of nodes that do not exist yet are unknown.

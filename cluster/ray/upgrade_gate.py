@@ -1,11 +1,11 @@
 """Gate that keeps a new cluster's application from RUNNING until enough of its workers run.
 
-During an upgrade KubeRay starts a second Ray cluster on the same ledger. It removes the first one
-some time after Serve reports the application of the second one as RUNNING. Serve does so even while
-workers that its autoscaler added are still starting, although these may need a long time to load
-the model. But Serve does not do so while the first replica of a deployment without an autoscaler is
-starting. The gate is such a deployment; the start of its replica ends when enough workers run. A
-second cluster with another model becomes the active one when its gate opens (router/active.py).
+KubeRay upgrades a cluster by starting a second Ray cluster on the same ledger. KubeRay removes the
+first cluster some time after Serve reports the second cluster's application as RUNNING. Serve
+reports this even while workers that its autoscaler added are still starting, which may take long
+because they load the model. Serve waits, however, for the first replica of each deployment without
+an autoscaler. The gate is such a deployment; the start of its replica ends when enough workers run.
+A second cluster with another model becomes the active one when its gate opens (router/active.py).
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class Progress:
     ) -> bool:
         """Return whether this cluster has enough workers, so that the other cluster may be removed.
 
-        All workers of this cluster must be running. In addition, each deployment must have at least
-        as many workers as the other clusters have for it together, or all workers must have been
-        running for ``_SETTLED_S`` seconds.
+        All workers of this cluster must be running. Each deployment must also have at least as many
+        workers as it replaces in the other clusters, unless all workers have been running for
+        ``_SETTLED_S`` seconds.
 
         Args:
             own: Number of running workers of this cluster, by the name of their deployment.
-            total: Number of workers of this and the other serving clusters, by the name of the
-                deployment in this cluster. These are the workers to which the router is connected,
-                and the workers of an active cluster of other models.
+            total: Number of workers of this cluster plus those of other clusters that they replace,
+                by the name of the deployment in this cluster. The router counts the workers that
+                are connected to it, and those to be replaced in another active cluster.
             is_complete: Whether all workers that this cluster is to have are running.
             now: Monotonic time in seconds.
         """
@@ -74,7 +74,9 @@ class UpgradeGate:
     async def __init__(  # type: ignore[misc]
         self, router: DeploymentHandle[Any], log_dir: Path, *workers: DeploymentHandle[Any]
     ) -> None:
-        """Wait until the gate opens; Serve regards the replica as starting until this returns.
+        """Wait until the cluster has enough workers, then make it the active one.
+
+        Serve regards the replica as starting until this returns.
 
         Args:
             router: Router deployment. It returns the number of workers, and makes this cluster the

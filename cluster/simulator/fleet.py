@@ -38,8 +38,8 @@ class Fleet:
     """Simulated workers, and their links to the router; at first there are no workers.
 
     A message to or from a worker takes ``scenario.link_s`` seconds. Workers are numbered from 0 in
-    the order in which they become available. With ``one_by_one`` workers schedule every step
-    separately.
+    the order in which they become available. Each worker schedules every step separately if
+    ``one_by_one``; otherwise several steps that only decode may be computed at once.
     """
 
     def __init__(

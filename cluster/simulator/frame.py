@@ -16,10 +16,10 @@ class Frame(NamedTuple):
     ``accepted`` are the epochs (numbers of attempts) of the requests whose receipt this frame
     acknowledges; ``load`` includes these requests. ``outcomes`` are the results of the step for
     sequences that sampled their first or last token or had another change. Every other decoding
-    sequence samples one token in each step and has no outcome, unless the worker ``may_defer``
-    decodes: then every token has an outcome. ``chunks`` are the changes of the prefix cache, as in
-    ``BlockPool.take_chunk_changes``. ``aborted`` are the epochs that were aborted since the last
-    frame.
+    sequence samples one token in each step and has no outcome. Every token has an outcome if steps
+    may leave out decoding sequences (``may_defer``). ``chunks`` states for each prefix chunk that
+    changed whether it is cached now; chunks are named by their last blocks. ``aborted`` are the
+    epochs that were aborted since the last frame.
     """
 
     worker_id: str

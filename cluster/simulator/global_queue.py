@@ -37,9 +37,9 @@ _MODEL = ""
 class GlobalQueue:
     """Admission queue of a simulated cluster, with the placement of its requests.
 
-    ``occupants`` returns the ids of the requests that have a slot at a worker. ``weights`` are the
-    fair-share weights of tenants, 1 by default; if it is None, tenants are not distinguished. Times
-    are virtual seconds.
+    ``occupants`` returns the ids of the requests that have a slot at the worker with the given id.
+    ``weights`` maps tenants to their fair-share weights, which are 1 for all others; None means
+    that tenants are not distinguished. Times are virtual seconds.
     """
 
     #: subclasses may observe the placement
@@ -91,7 +91,11 @@ class GlobalQueue:
         self._placement.report(frame.worker_id, frame.load, now)
 
     def most_cached(self, chunks: Sequence[int], num_tokens: int) -> int:
-        """Return how many leading tokens of a prompt with ``num_tokens`` some worker has cached."""
+        """Return the largest number of leading prompt tokens that any one worker has cached.
+
+        ``num_tokens`` is the length of the prompt, and ``chunks`` are the ids of its full chunks.
+        The last token is never included.
+        """
         return self._placement.most_cached(chunks, num_tokens)
 
     def estimated_wait_s(self, priority: int, work_tokens: int) -> float:

@@ -73,10 +73,10 @@ class MultiStepScheduler(Scheduler):
         return outcomes
 
     def num_uniform_steps(self, most: int) -> int:
-        """Return how many steps from the next one on, at most ``most``, are sure to be uniform.
+        """Return a lower bound, at most ``most``, of the number of uniform steps that follow.
 
-        The number is a lower bound: later steps, or with 0 the next one, may be uniform too. It is
-        valid as long as no sequence is added or removed and no stop token is sampled.
+        Steps after these may be uniform too; even the next step may be if the result is 0. The
+        bound is valid as long as no sequence is added or removed and no stop token is sampled.
         """
         batch, limits = self._batch, self._limits
         is_plain = not limits.speculation.num_draft_tokens and not limits.num_host_blocks

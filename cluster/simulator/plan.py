@@ -17,9 +17,9 @@ def saturation_rate(arrivals: Sequence[Arrival], spec: WorkerSpec) -> float:
     """Return the rate, in requests per second, at which this workload saturates one worker.
 
     Only the prompt and output lengths of ``arrivals`` are used, not their times. A saturated worker
-    decodes ``rows`` sequences at once, limited by slots, KV cache and token budget. In each step
-    rows / (mean output) of them end, and as many prompts are computed. No part of a prompt is
-    assumed to be cached.
+    decodes as many sequences at once as its slots, KV cache and token budget allow. The mean number
+    of sequences that end in a step is that number divided by the mean output length. Each step also
+    computes as many new prompts, of which no part is assumed to be cached.
     """
     outputs = [min(each.output_tokens, each.max_tokens) for each in arrivals]
     prompts = [each.prompt_tokens for each in arrivals]
@@ -52,8 +52,8 @@ def _rows(spec: WorkerSpec, output: float, prompt: float, context: float) -> flo
 class Trial:
     """Result of a simulation with ``workers`` workers, and whether these are enough.
 
-    ``attained`` has the attained seconds for each target, in the targets' order. ``refused`` counts
-    the requests that did not finish, by the slug of their error.
+    ``attained`` has the value in seconds of each target's statistic (``Target.attained``), in the
+    targets' order. ``refused`` counts the requests that did not finish, by the slug of their error.
     """
 
     workers: int

@@ -53,7 +53,7 @@ class UniformRun:
 
     @property
     def last_start(self) -> float:
-        """Return when the last completed step began; there must be one."""
+        """Start time of the last completed step, in seconds. At least one such step must exist."""
         return self.starts[self.num_done - 1]
 
     def begin_step(self, now: float) -> StepSize:
@@ -63,7 +63,7 @@ class UniformRun:
         return StepSize(self.num_rows, self.num_rows, known, known)
 
     def added_load(self) -> LoadDelta:
-        """Return the load that the completed steps, of which there is at least one, have added."""
+        """Return the load that the completed steps added. At least one such step must exist."""
         tokens = self.num_rows * self.num_done
         read = self.num_done * self._known_tokens + tokens * (self.num_done - 1) // 2
         return LoadDelta(self.num_done, tokens, self._allocated[self.num_done - 1], read)

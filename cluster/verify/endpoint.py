@@ -39,9 +39,10 @@ class Endpoint:
         self.model = ""
 
     async def find_model(self, model: str) -> None:
-        """Use ``model``, or the first one that the endpoint lists if it is empty.
+        """Use ``model``, or the first model that the endpoint lists if ``model`` is empty.
 
-        Raises VerificationFailed if the endpoint does not answer, or lists no model.
+        The models are listed in either case. Raises VerificationFailed if the endpoint does not
+        answer with a list of models, or lists none.
         """
         try:
             async with self._session.get(f"{self._base_url}/models") as answer:
@@ -96,7 +97,12 @@ class Endpoint:
     async def _events(
         self, body: Mapping[str, Any], headers: Mapping[str, str]
     ) -> AsyncGenerator[tuple[str, str]]:
-        """Yield the id (empty without one) and the data of each event of a chat."""
+        """Yield the id and the data of each event of a chat.
+
+        An event without an id has that of the event before, or an empty one if there was none.
+        Raises _Failed if the HTTP status is not 200, and aiohttp.ClientError, OSError or ValueError
+        if the stream cannot be read.
+        """
         url = f"{self._base_url}/chat/completions"
         given = {"model": self.model, "stream": True, **body}
         async with self._session.post(url, json=given, headers=headers) as answer:

@@ -67,10 +67,11 @@ class Verification:
         self.expected: dict[str, str] = {}
 
     async def undisturbed(self) -> Case:
-        """Read all streams twice, and keep the chats with the same output.
+        """Read all streams twice, and keep the chats whose output is the same both times.
 
-        The verdict of the others is CHANGED. Raises VerificationFailed if a stream fails, or if no
-        chat is left.
+        Chats with empty outputs are not kept. The case counts the verdicts on the second outputs,
+        compared with the first ones. Raises VerificationFailed if a stream fails, or if no chat is
+        left.
         """
         first, second = await self._read_all(), await self._read_all()
         for received in (*first.values(), *second.values()):
@@ -90,10 +91,10 @@ class Verification:
     async def broken_connection(self, at: int) -> Case:
         """Break each connection after ``at`` pieces, and send the request again.
 
-        Streams with fewer pieces are left out.
-
-        The request has the same idempotency key and, if the endpoint sends ids of events, the last
-        one. Without these, the endpoint cannot continue: it starts the request again.
+        The second request has the same idempotency key and, if the endpoint sends event ids, the id
+        of the last event received. An endpoint without event ids cannot continue the output: it
+        starts the request again. Streams with fewer than ``at`` pieces are left out. Raises
+        VerificationFailed if no stream is left.
         """
 
         async def read(probe: Probe) -> Verdict | None:
@@ -109,10 +110,11 @@ class Verification:
         return _case(f"broken at piece {at}", [each for each in verdicts if each is not None])
 
     async def killed(self, command: str, at: int) -> Case:
-        """Run a shell command once half of the streams have ``at`` pieces.
+        """Run a shell command as soon as half of the streams have at least ``at`` pieces.
 
-        Streams that have ended before the command does are left out. Raises VerificationFailed if
-        the command fails, or the endpoint does not answer afterwards.
+        The command also runs if all streams end before that. Streams that are complete when the
+        command ends are left out. Raises VerificationFailed if the command fails, if no stream is
+        left, or if the endpoint does not answer afterwards.
         """
         streams = {probe.name: Received() for probe in self._probes}
         is_due = asyncio.Event()
@@ -127,7 +129,11 @@ class Verification:
         waiting = asyncio.create_task(is_due.wait())
         await asyncio.wait((reading, waiting), return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
-        await _run(command)
+        try:
+            await _run(command)
+        except BaseException:
+            reading.cancel()
+            raise
         disturbed = [name for name, it in streams.items() if not it.is_finished]
         await reading
         verdicts = [verdict(self.expected[name], streams[name].text) for name in disturbed]
@@ -168,7 +174,10 @@ async def _run(command: str) -> None:
 
 
 def _case(name: str, verdicts: Sequence[Verdict]) -> Case:
-    """Return the case of some streams. Raises VerificationFailed if there is none."""
+    """Return the case ``name`` with the number of streams per verdict.
+
+    ``verdicts`` has one verdict per stream. Raises VerificationFailed if it is empty.
+    """
     if not verdicts:
         raise VerificationFailed(
             f"{name}: every stream had ended before: raise --max-tokens, or add a field to --body "

@@ -47,12 +47,12 @@ class AdapterSource:
 
     @property
     def root(self) -> str:
-        """Hub id, or name of the directory."""
+        """Hub id, or last component of the directory's path after resolving links."""
         return name_for_clients(self.location, self.revision)
 
     @property
     def absolute(self) -> AdapterSource:
-        """The source with an absolute path, if it is a directory."""
+        """Copy with the directory's absolute path; a source with a hub id is returned unchanged."""
         if self.is_hub_id:
             return self
         path = Path(self.location).expanduser().absolute()

@@ -29,7 +29,7 @@ def pem(tls: Tls) -> Reloaded[Pem]:
 
 
 def client_context(tls: Tls) -> Reloaded[ssl.SSLContext]:
-    """Return a Reloaded of the ssl context of clients, which is renewed when a file changes.
+    """Return the ssl context of clients in a ``Reloaded``, which renews it when a file changes.
 
     Without ``tls.ca``, the context trusts the system's certificate authorities.
     """

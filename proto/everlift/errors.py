@@ -11,7 +11,7 @@
     │   │   ├── TooManyChoices    n is too large
     │   │   ├── TooManyStops      too many stop strings or stop tokens, or too long a stop string
     │   │   ├── LogitBiasTooLarge
-    │   │   ├── GrammarTooLarge   a schema, another grammar, or its list of choices is too large
+    │   │   ├── GrammarTooLarge   a grammar, such as a schema, is too long or lists too many texts
     │   │   └── TooManyRequests   one call contains too many requests
     │   ├── UnknownField          the JSON body has an unknown field
     │   ├── MalformedBody         the body is not JSON, or not JSON of an accepted form

@@ -83,11 +83,11 @@ def _convert(path: Path, directory: Path) -> None:
 
 
 def write(path: Path, directory: Path) -> None:
-    """Write configuration, tokenizer files and a link to the weights to an existing directory.
+    """Convert the GGUF file ``path`` to a Hugging Face model in an existing directory.
 
-    They are derived from the GGUF file ``path``. Raises BadGguf if the file is damaged or has no
-    usable tokenizer, UnsupportedGguf for a model that is not supported, and OSError if a file
-    cannot be read or written.
+    The configuration and the tokenizer's files are written, with a symbolic link to ``path``, which
+    must be absolute. Raises BadGguf if the file is damaged or has no usable tokenizer,
+    UnsupportedGguf for an unsupported model, and OSError if a file cannot be read or written.
     """
     header = read_gguf_header(path)
     config = config_of(header)
@@ -95,7 +95,7 @@ def write(path: Path, directory: Path) -> None:
 
     from transformers import PreTrainedTokenizerFast
 
-    (directory / LINK).symlink_to(path)
+    (directory / LINK).symlink_to(path.resolve())
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, gguf_file=LINK)
     except Exception as error:

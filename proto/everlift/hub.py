@@ -14,9 +14,10 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def is_hub_id(model: str, revision: str = "") -> bool:
-    """Return whether ``model`` is the id (org/name) of a model on the hub.
+    """Return whether ``model`` has the form of a hub id, org/name. The hub is not asked.
 
-    A local directory of the same name is used instead, unless a revision is given.
+    The result is False for the name of a GGUF file, or if ``revision`` is empty and ``model`` is a
+    local directory, which is then used instead.
     """
     if not _HUB_ID.fullmatch(model) or is_gguf(model):
         return False

@@ -82,7 +82,10 @@ def _media_type(data: bytes) -> str:
 
 
 def _size(data: bytes, name: str) -> tuple[int, int]:
-    """Return width and height. Raises InvalidRequest if the format is unknown or the file short."""
+    """Return width and height in pixels.
+
+    Raises InvalidRequest if the format is unknown or the header is invalid or incomplete.
+    """
     media_type = _media_type(data)
     if not media_type:
         raise InvalidRequest(
@@ -121,7 +124,11 @@ def _jpeg_size(data: bytes) -> tuple[int, int]:
 
 
 def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int]]:
-    """Yield marker and offset of each segment before the compressed data."""
+    """Yield the marker of each segment and the offset of its length field, just after the marker.
+
+    The caller must stop before the compressed data, which has no segments. Raises ValueError or
+    struct.error if the start of a segment is invalid or incomplete.
+    """
     offset = 2
     while offset < len(data):
         fill, marker = _numbers("BB", data, offset)

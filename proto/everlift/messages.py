@@ -71,8 +71,8 @@ RANGES: Mapping[str, Range] = {
 def check_field(field: str, value: float, name: str = "") -> None:
     """Raise OutOfRange unless ``value`` is in the range of the numeric field ``field``.
 
-    ``name`` is the field's name in the client's API, if it differs from ``field``. The error is a
-    TooManyChoices if ``n`` is too large.
+    ``field`` is a key of RANGES, and ``name`` is its name in the client's API, if that differs.
+    Raises TooManyChoices, a subclass of OutOfRange, if the value of the field "n" is too large.
     """
     try:
         RANGES[field].check(name or field, value)
@@ -103,24 +103,24 @@ class FinishReason(Enum):
 class Submission:
     """Request as the client sent it, checked as far as possible without the model.
 
-    ``max_tokens`` and ``timeout_s`` are None if the client set none. With ``clamp_max_tokens``,
-    ``max_tokens`` is lowered to the number of tokens that the prompt leaves in the context.
+    ``max_tokens`` and ``timeout_s`` are None if the client set none. ``clamp_max_tokens`` lowers
+    ``max_tokens`` to the number of tokens that the prompt leaves in the context.
     ``body_hash`` (``hash_body``) is the hash of the fields in which all submissions of a request
-    must agree; it distinguishes a repeated request from another request with the same id.
+    must agree. The hash distinguishes a repeated request from another request with the same id.
     ``request_id`` is prefixed with the tenant's name, if tenants are distinguished (request_id.py).
     ``x_request_id`` is the id of the call in other systems' logs and traces; Everlift does not
     identify requests by it. ``session_id`` names the conversation. Later prompts of a conversation
     reuse the token ids of earlier prompts, and the admission queue may order requests by
     conversation. ``fairness_id`` is a label that is only recorded in traces. ``application`` names
-    the purpose of the request, from which the length of the output is predicted. With
-    ``add_special_tokens``, the tokenizer adds its special tokens to a text. With
-    ``keep_special_tokens``, the text of the output includes special tokens. ``attachment`` is data
-    of an API that the ledger stores with the request. Only the last ``truncate_prompt_tokens``
-    tokens of the prompt are used; None means all, and -1 as many as the context leaves beside the
-    output. ``bad_words`` are texts whose token sequences the output must not contain. ``adapter``
-    is the LoRA adapter that ``model`` names; it is empty for the model itself. ``adapter_digest``
-    identifies its files; it is empty if they are not known yet. ``images`` are in the order of
-    their placeholders in the prompt.
+    the purpose of the request, from which the length of the output is predicted.
+    ``add_special_tokens`` makes the tokenizer add its special tokens to a prompt that is a text.
+    ``keep_special_tokens`` includes special tokens in the text of the output. ``attachment`` is
+    data that an API adds to its request; the ledger stores it without interpreting it. Only the
+    last ``truncate_prompt_tokens`` tokens of the prompt are used; None means all, and -1 as many as
+    the context leaves beside the output. ``bad_words`` are texts whose token sequences the output
+    must not contain. ``adapter`` is the LoRA adapter that ``model`` names; it is empty for the
+    model itself. ``adapter_digest`` identifies the adapter's files; it is empty if they are not
+    known yet. ``images`` are in the order of their placeholders in the prompt.
 
     The constructor raises InvalidRequest if a field is invalid.
     """
@@ -229,9 +229,10 @@ class Submission:
     def salt(self) -> bytes:
         """Return the salt of the request's block hashes.
 
-        Requests share cached KV blocks only if their salts are equal. Tenants never share blocks,
-        because timing would reveal the prompts of other tenants. Each version of an adapter
-        computes other keys and values.
+        The salt depends on tenant, cache_salt and adapter, and is empty without them. Requests
+        share cached KV blocks only if their salts are equal. Tenants never share blocks, because
+        timing would reveal the prompts of other tenants. The versions of an adapter have different
+        salts, because each one computes other keys and values.
         """
         tenant, salt = tenant_of(self.request_id), b""
         if self.cache_salt or tenant:
@@ -392,18 +393,20 @@ class Request:
     a time of the ledger's clock in seconds, or None if there is none. ``ttft_target_s`` counts from
     the request's arrival. ``salt`` is the salt of the block hashes: requests share cached KV blocks
     only if their salts are equal. ``stop_token_ids`` includes the model's ``eos_token_ids``, unless
-    the client ignores them; then ``eos_token_ids`` is empty. Each of the ``n`` choices may have up
-    to ``max_tokens`` tokens. With ``clamp_max_tokens``, an output also ends when the worker's
+    the client ignores them; then ``eos_token_ids`` is empty. The ``n`` choices may have up to
+    ``max_tokens`` tokens each. ``clamp_max_tokens`` lets an output also end when the worker's
     context is full. ``trace`` is the request's own span, whose parent is the client's span, if any.
     ``chunks`` are the ids of the prompt's chunks if dispatch considers cached prefixes, else empty.
-    ``chunk_hashes`` are the chunks' hashes (hashes.py) if they were computed, else empty. Neither
-    is stored in the ledger. ``turn`` has digests of the prompt's text, by which later prompts of
-    the session are recognised (``PromptMark`` of the router); it is empty without a session or a
-    text. ``prompt_field`` has the ``prompt_ids`` as a field of a protobuf message, from which other
-    messages copy them faster than from a tuple; it may be empty. ``adapter`` is the name of the
-    LoRA adapter, if the request names one; ``adapter_digest`` identifies its files like
-    ``fingerprint`` those of the model, and ``adapter_source`` is where they lie. ``images`` are in
-    the order of their placeholders in the prompt.
+    ``chunk_hashes`` are the chunks' hashes (hashes.py) if they were computed, else empty. The
+    ledger stores neither of the two. ``turn`` has digests of the prompt's text, by which later
+    prompts of the session are recognised (``PromptMark`` of the router). An empty ``turn`` means
+    that they cannot be recognised, for example without a session or a text. ``prompt_field`` has
+    the ``prompt_ids`` as a field of a protobuf message, from which other messages copy them faster
+    than from a tuple; it may be empty. ``adapter`` is the name of the LoRA adapter, if the request
+    names one. ``adapter_digest`` identifies the adapter's files, as ``fingerprint`` identifies the
+    model's. ``adapter_source`` gives their location in the text form of AdapterSource,
+    NAME=LOCATION; it is empty if unknown. ``images`` are in the order of their placeholders in the
+    prompt.
     """
 
     request_id: str
@@ -455,9 +458,9 @@ class Request:
         return self.adapter or self.model
 
     def to_bytes(self, prompt_offset: int = 0) -> bytes:
-        """Return a StoredRequest that has the prompt's tokens from ``prompt_offset`` on.
+        """Return a serialised StoredRequest with the prompt's tokens from ``prompt_offset`` on.
 
-        It has the digests of the images.
+        The message has the digests of the images, but not their files.
         """
         return ledger_pb2.StoredRequest(
             request_id=self.request_id,
@@ -496,9 +499,11 @@ class Request:
     def from_bytes(
         cls, data: bytes, prompt_start: tuple[int, ...] = (), images: Sequence[bytes] = ()
     ) -> Self:
-        """Return the request from a StoredRequest, whose prompt follows ``prompt_start``.
+        """Return the request from ``data``, a StoredRequest that ``to_bytes`` serialised.
 
-        ``images`` are the files of its images.
+        ``prompt_start`` has the prompt's tokens that precede those in ``data``. ``images`` has the
+        contents of the image files, in the order of the stored digests. Raises ValueError if the
+        numbers of files and digests differ, and protobuf's DecodeError if ``data`` is malformed.
         """
         stored = ledger_pb2.StoredRequest.FromString(data)
         return cls(

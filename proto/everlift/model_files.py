@@ -117,7 +117,10 @@ def locate(model: str, revision: str = "", *, weights: bool) -> Path:
 
 
 async def pin_adapter(source: AdapterSource) -> AdapterSource:
-    """Return the source with the commit of a hub id as its revision; see ``pin``."""
+    """Return ``source`` with the commit of its hub id as revision; a directory is left unchanged.
+
+    Raises ModelUnavailable under the conditions of ``pin``.
+    """
     if not source.is_hub_id:
         return source
     return replace(source, revision=await pin(source.location, source.revision))
@@ -164,7 +167,7 @@ def is_gguf_model(model: str) -> bool:
     A packaged model, such as "smollm2", is a GGUF file in a wheel of the package index. The file
     need not exist; a path with the suffix .gguf is enough, unless it is a directory.
     """
-    return model in PACKAGED_MODELS or (is_gguf(model) and not Path(model).is_dir())
+    return model in PACKAGED_MODELS or (is_gguf(model) and not Path(model).expanduser().is_dir())
 
 
 def _locate_gguf(model: str, path: Path) -> Path:

@@ -35,7 +35,7 @@ def show_progress(title: str) -> Iterator[Progress]:
 
 
 def log_progress(title: str, clock: Callable[[], float] = time.monotonic) -> Progress:
-    """Return a Progress that logs the MiB that are done of the task ``title``, and its total MiB.
+    """Return a Progress that logs ``title`` with the MiB done and the total MiB.
 
     The Progress logs at most once every few seconds of ``clock``.
     """

@@ -57,7 +57,10 @@ def in_session(request_id: str, session_id: str) -> str:
 
 
 def shard_key(request_id: str) -> str:
-    """Return the text that selects the shard of a request: its tag with the tenant, or its id."""
+    """Return the text that selects the shard of a request.
+
+    The text is the tenant and the session's tag if the id has a tag, else the whole id.
+    """
     _, separator, rest = request_id.rpartition(_TAG_SEPARATOR)
     if not separator:
         return request_id

@@ -177,7 +177,10 @@ class SamplingParams:
 
     @property
     def has_restrictions(self) -> bool:
-        """Return whether some tokens are not sampled, regardless of the grammar and min_tokens."""
+        """Return whether ``allowed_token_ids`` or ``banned_sequences`` excludes tokens.
+
+        Exclusions by the grammar and ``min_tokens`` do not count.
+        """
         return bool(self.allowed_token_ids or self.banned_sequences)
 
     def _check_bias(self) -> None:

@@ -275,7 +275,8 @@ def _plain(value: object) -> object:
 class Keys:
     """Types of all settings of a dataclass, by the dotted paths of the settings.
 
-    The name of a section that the user names can be any.
+    A field of type Mapping[str, X], where X is a dataclass, contains sections that the user names.
+    Paths may have any name in the place of such a section.
     """
 
     def __init__(self, cls: type) -> None:
@@ -317,7 +318,10 @@ class Keys:
         return next(iter(near or get_close_matches(path, keys, 1)), None)
 
     def _named_as(self, path: str) -> Mapping[str, Any]:
-        """Return the types with the names that ``path`` has in its sections, else NAME."""
+        """Return the types of all settings by path, with concrete names for user-named sections.
+
+        Sections that ``path`` contains keep their names; all others are called NAME.
+        """
         return {_named_key(key, path): hint for key, hint in self._types.items()}
 
 

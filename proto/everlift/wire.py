@@ -44,9 +44,10 @@ def trailing_metadata(error: EverliftError) -> tuple[tuple[str, bytes]]:
 async def answer(call: grpc.aio.Call, waiting: Awaitable[T]) -> T:
     """Await ``waiting``, an operation of ``call``, and return its result.
 
-    If the call has failed, raises the EverliftError that the server sent. If the server sent none,
-    raises Unreachable for a broken connection, DeadlineExceeded, MessageTooLarge, or EverliftError
-    for any other error of gRPC. Raises CancelledError only if the calling task is cancelled.
+    A failed call raises the EverliftError that the server sent. The status of gRPC determines the
+    error if the server sent none. Unreachable stands for a broken connection, DeadlineExceeded for
+    a missed deadline, MessageTooLarge for a message above a limit, and EverliftError for the rest.
+    Raises CancelledError only if the calling task is cancelled.
     """
     try:
         return await waiting

@@ -1,8 +1,9 @@
-"""Service that sessions have attained, for least attained service first. Pure.
+"""Service that sessions have attained, by which the queue order ``attained`` ranks requests. Pure.
 
-Least attained service of programs is PLAS in Autellix (arXiv 2502.13965). The service of a session
-is the cost of the tokens that were computed for its earlier requests, as in fair share: uncached
-prompt tokens from the first dispatch on, and output tokens from the end of the request on.
+The order follows PLAS, least attained service of programs, in Autellix (arXiv 2502.13965). The
+service of a session is the cost of the tokens that were computed for its earlier requests, as in
+fair share. Uncached prompt tokens count from the first dispatch on, and output tokens from the end
+of the request on.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ class AttainedService:
         return 0.0 if known is None else known.service
 
     def ranked(self, waiting: Waiting, now: float) -> Waiting:
-        """Return a request that enters the queue, with its rank by its session's service.
+        """Return a copy of a request that enters the queue, with its ``attained_rank`` set.
 
-        The rank is the share of recent requests whose sessions had attained less. It is 0 without
-        attained service, and for a request that has run, because such a request does not yield
-        again.
+        The rank is the share of recent requests whose sessions had attained less service. The rank
+        is 0 for a session without attained service. The rank is also 0 for a request that has been
+        dispatched before, because such a request does not yield to others again.
         """
         if waiting.has_run:
             return waiting._replace(attained_rank=0.0)

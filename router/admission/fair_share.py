@@ -201,9 +201,11 @@ class FairShare:
     def work_before(self, ordered: Ordered) -> int:
         """Estimate the queued work, in tokens, that leaves before the new request ``ordered``.
 
-        Only work of the request's class counts: the queued work W of its tenant, plus W / weight
-        for each other tenant with queued requests. ``weight`` is that of the request's tenant; the
-        others are assumed to have weight 1. Return 0 if its tenant has no queued request.
+        Only work of the request's class counts. The queued work W of the request's tenant leaves
+        first and raises the tenant's counter by W / weight. The counters of all other tenants with
+        queued requests rise as much meanwhile. The estimate is thus W, plus W / weight for each
+        other tenant, which is assumed to have weight 1 and enough queued work. Return 0 if the
+        request's tenant has no queued request.
         """
         tenant = tenant_of(ordered.request_id)
         own = self._work.get((ordered.priority, tenant), 0)

@@ -167,10 +167,10 @@ _Item: TypeAlias = tuple[Key, int, Waiting]
 class HandoverSender:
     """Router's side of the handover: messages to a new leader with all of the router's requests.
 
-    Updates of requests during and after the handover are sent in these messages, too. ``waiting``
+    The messages also carry updates of requests, during the handover and after it. ``waiting``
     yields the router's queued requests, sorted by ``policy``, and ``running`` its dispatched ones.
-    Each message takes the next part of one of them. ``generation`` names the run of the ledger's
-    servers to which the router has re-sent its state.
+    Each message takes the next part of ``waiting``, or of ``running`` if ``waiting`` is used up.
+    ``generation`` names the run of the ledger's servers to which the router has re-sent its state.
     """
 
     def __init__(

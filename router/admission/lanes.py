@@ -31,9 +31,10 @@ _FEW_DEPARTED = 64
 class Queued:
     """Queued request, with its number in order of queueing (``ticket``).
 
-    ``arrival`` holds the clocks and counts of the wait statistics when it was queued. A parked
-    request waits for a worker (``wait``) and is in no lane. ``wait`` is kept after that, and None
-    before; ``parked_s`` is the number of seconds for which the request was parked before.
+    ``arrival`` is what the wait statistics recorded when the request was queued. A parked request
+    waits for a certain worker or an adapter, and is in no lane. ``wait`` is the last such wait,
+    kept after its end; None if the request was never parked. ``parked_s`` is the total duration of
+    the ended waits in seconds.
     """
 
     __slots__ = ("arrival", "is_parked", "is_queued", "parked_s", "ticket", "wait", "waiting")
@@ -50,8 +51,8 @@ class Queued:
     def __lt__(self, other: Queued) -> bool:
         """Return whether this object is outdated, which sorts it before the valid one.
 
-        Heap entries have equal places and tickets only if they are of the same request, which was
-        queued again under a changed policy. At most one of their objects is still queued.
+        Heap entries have equal places and tickets only if they are of the same request, whose
+        object is replaced when the request is parked. At most one of the objects is still queued.
         """
         return not self.is_queued
 
@@ -178,9 +179,10 @@ class RatioLane(Lane):
 
 
 class LeaderKeyLane(Lane):
-    """Lane ordered by ``key``, which is known to the leader only.
+    """Lane ordered by ``key``, which only the leader can compute, instead of by place.
 
-    ``head(None)`` returns the request with the smallest sort key, by which routers report requests.
+    ``head(None)`` returns the request with the smallest place, because routers report requests in
+    the order of their places.
     """
 
     def __init__(self, key: Callable[[Waiting], Place]) -> None:

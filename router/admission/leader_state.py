@@ -228,9 +228,10 @@ class LeaderState:
 
     @property
     def next_expiry(self) -> float | None:
-        """Time at which the next wait for a worker with a cached prefix ends; None if none.
+        """Time at which the next wait for a cached prefix or an adapter ends; None without any.
 
-        ``place`` must be called then. The time may be too early, but not too late.
+        The time is in seconds of the router's clock, and may be too early, but not too late.
+        ``place`` must be called at this time.
         """
         times = (queue.next_expiry for queue in self._queues.values())
         return min((time for time in times if time is not None), default=None)
@@ -256,7 +257,10 @@ class LeaderState:
         return [it for queue in self._queues.values() for it in queue.moves(now, ledger_now)]
 
     def prune(self, now: float) -> None:
-        """Drop outdated records."""
+        """Drop outdated records of each model's queue, and apply the end of the handover.
+
+        ``ModelQueue.prune`` has the details.
+        """
         for queue in self._queues.values():
             queue.prune(now)
 

@@ -66,9 +66,10 @@ class Deadlines(NamedTuple):
     def missed(self, wait_s: float, prefill_s: float, output_s: float) -> MissedDeadline | None:
         """Return how a deadline will be missed, or None if both deadlines can be met.
 
-        The request waits in the queue for at least ``wait_s`` and then needs ``prefill_s`` until
-        its first token; its output ends at least ``output_s`` after that. ``prefill_s`` is ignored
-        if ``wait_s`` is 0, because its worker may have its prompt in the prefix cache.
+        The request waits in the queue for at least ``wait_s`` seconds, and then needs ``prefill_s``
+        seconds until its first token. The output ends at least ``output_s`` seconds after that
+        token. ``prefill_s`` is ignored if ``wait_s`` is 0, because the request's worker may then
+        have the prompt in its prefix cache.
         """
         first_s = wait_s + prefill_s if wait_s else 0.0
         first_late_s = first_s - min(self.first_token_s, self.end_s)
@@ -91,8 +92,9 @@ _FEW = 64
 class RetryLimiter:
     """Limiter of premature retries of refused requests, with one token bucket per tenant.
 
-    A retry is premature before the time that Retry-After stated, and costs one token of the bucket.
-    A bucket gains ``rate`` tokens per second and holds at most ``burst``. ``now`` is in seconds.
+    A retry is premature if it comes more than 0.05 s before the time that Retry-After stated. A
+    premature retry takes one token from its tenant's bucket, and is not admitted without one. A
+    bucket gains ``rate`` tokens per second and holds at most ``burst``. ``now`` is in seconds.
     """
 
     def __init__(self, rate: float, burst: float) -> None:
@@ -211,9 +213,10 @@ class EarlyRejection:
     ) -> None:
         """Check that a new request can meet its TTFT target and its deadline.
 
-        Nothing is checked unless the rule ``refuse_late`` is set. ``ttft_target_s`` and
-        ``timeout_s`` are in seconds after arrival, None for none. Each output has at least
-        ``least_tokens`` tokens. Raises DeadlineUnmeetable if one of them cannot be met.
+        Raises DeadlineUnmeetable if the TTFT target or the deadline cannot be met.
+        ``ttft_target_s`` and ``timeout_s`` are in seconds after arrival; None means that there is
+        no such limit. Each output has at least ``least_tokens`` tokens. Nothing is checked unless
+        the rule ``refuse_late`` is set.
         """
         if not self.rules.refuse_late:
             return
@@ -352,10 +355,10 @@ class Bounds:
         return Refusal(waiting, QueueFull.slug) if shed is None else Refusal(shed, Shed.slug)
 
     def _missed_deadline(self, waiting: Waiting) -> MissedDeadline | None:
-        """Return how the request misses a deadline even in the best case; None if it may meet both.
+        """Return how a request misses its TTFT target or its deadline even in the best case.
 
-        The best case is the wait and the time per token that nearly all other requests exceed. Also
-        returns None unless the rule ``refuse_late`` is set.
+        The best case is a wait and a time per output token that 95 % of requests exceed. Returns
+        None if both limits can be met, or if the rule ``refuse_late`` is not set.
         """
         if not self.rules.refuse_late:
             return None

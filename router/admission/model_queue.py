@@ -84,8 +84,9 @@ class ModelQueue:
     """Queued and running requests of one model during one term of the leader.
 
     ``now`` is the router's clock and ``ledger_now`` the ledger's, in seconds. ``occupants`` returns
-    the ids of the requests that have a slot at a worker. ``handover`` is that of the whole term.
-    ``fair_share`` is None if tenants are not distinguished. ``gateway`` is the id of a router.
+    the ids of the requests that have a slot at a worker. ``handover`` is the progress of the term's
+    handover, which the queues of all models share. ``fair_share`` is None if tenants are not
+    distinguished. ``gateway`` is the id of a router.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class ModelQueue:
 
     @property
     def batch_tokens(self) -> int:
-        """Part of ``queued_tokens`` that belongs to the class of batches."""
+        """Part of ``queued_tokens`` that belongs to the priority class BATCH_PRIORITY."""
         return self._queue.backlog.work_of(BATCH_PRIORITY)
 
     def _count_offered(self, waiting: Waiting, sign: int = 1) -> None:
@@ -154,10 +155,11 @@ class ModelQueue:
         return self._fair_share.queues() if self._fair_share is not None else []
 
     def waited_s(self, now: float, ledger_now: float) -> float:
-        """Return the seconds that the next request has waited; 0 if all queued ones are parked.
+        """Return the seconds that the next request has waited; 0 if there is none.
 
-        They count from its arrival or, if it has been dispatched before, from when it was queued
-        again.
+        Parked requests, which wait for a particular worker or for an adapter (``Wait``), are left
+        out. The time counts from the next request's arrival or, if it has been dispatched before,
+        from when it was queued again.
         """
         head = self._queue.peek(ledger_now)
         if head is None:
@@ -204,9 +206,10 @@ class ModelQueue:
 
     @property
     def service_gap(self) -> float:
-        """Largest difference between token counters of tenants with queued requests of a class.
+        """Largest difference between two tenants' token counters of the same priority class.
 
-        It is 0 if tenants are not distinguished.
+        Only tenants with queued requests of that class count. The difference is 0 if there are
+        none, or if tenants are not distinguished.
         """
         return self._fair_share.gap if self._fair_share is not None else 0.0
 
@@ -275,7 +278,7 @@ class ModelQueue:
             self._fair_share.charge_outputs(served)
 
     def charge_sessions(self, outputs: Iterable[session_pb2.SessionOutput], now: float) -> None:
-        """Count the output tokens of requests of sessions that have ended."""
+        """Add the output tokens of ended requests to the attained service of their sessions."""
         self._attained_service.charge_outputs(outputs, now)
 
     def note_tpot_ratio(self, ratio: float) -> None:
@@ -397,7 +400,11 @@ class ModelQueue:
         return replace(placed, queue_wait=queue_wait)
 
     def _unpark(self, now: float) -> None:
-        """Return requests to the queue whose wait for a worker is over, or whose worker is lost."""
+        """Unpark the requests whose wait has ended or whose worker is lost.
+
+        Unparked requests regain their places in the order of the queue. The loss of any worker also
+        ends the waits for an adapter.
+        """
         if self._num_losses != self._placement.num_losses:
             self._num_losses = self._placement.num_losses
             self._return_parked(self._parking.release(self._placement.workers), now)
@@ -412,9 +419,12 @@ class ModelQueue:
     def _place_parked(
         self, now: float, ledger_now: float, limit: int, make_epoch: Callable[[], int]
     ) -> list[Placed]:
-        """Dispatch requests to the workers that they wait for, unless a higher class has a request.
+        """Dispatch parked requests whose worker has credit for them now, ``limit`` at most.
 
-        They left the queue's head before, so that no request of their class precedes them.
+        A request goes to the worker that is the best one now, which may differ from the one that it
+        waited for. A request stays parked if the queue's next request is of a higher class. Parked
+        requests do not yield to others of their class, because each was the queue's next request
+        when it was parked.
         """
         placed: list[Placed] = []
         if not len(self._parking):
@@ -597,7 +607,10 @@ class ModelQueue:
         self._spared[running.request_id] = now + _SPARED_S
 
     def prune(self, now: float) -> None:
-        """Drop outdated records; if the handover has ended, notify the fair share."""
+        """Drop reservations and exemptions from eviction and moves that are no longer valid.
+
+        Once the handover is complete, call ``FairShare.handover_ended``.
+        """
         self._spared = {r: until for r, until in self._spared.items() if until > now}
         self._output_reservations.prune(self._placement.workers, now)
         if self._fair_share is not None and self._handover.is_complete(now):

@@ -13,12 +13,17 @@ from router.admission.request import Waiting
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Decision that a request waits for a busy worker, at most until ``until``.
+    """Decision that a request waits for a busy worker.
 
-    The worker has ``cached_tokens`` leading tokens of the request in its prefix cache. The best
-    other worker would compute those that it lacks in ``compute_s`` seconds. The wait saves
-    ``saved_s`` seconds: that time, and the time by which the computation would delay other
-    requests. Without a ``worker_id``, no worker serves the request's adapter yet.
+    The wait ends at ``until`` at the latest, in seconds of the leader's clock. The worker has the
+    first ``cached_tokens`` tokens of the request in its prefix cache. The alternative is an
+    immediate dispatch to the best worker with free capacity. Computing there the part of these
+    tokens that is not cached there would take ``compute_s`` seconds.
+
+    ``saved_s`` is the cost of the alternative (``Choice.cost_s``) less that at the busy worker
+    without its pending prefill, but at most the ``saved_s`` of the request's previous wait.
+    ``worker_id`` is empty, and all numbers but ``until`` are 0, if no worker serves the request's
+    adapter yet.
     """
 
     worker_id: str
@@ -32,7 +37,8 @@ class Wait:
 class Parked:
     """Request that waits for a worker since ``since``, in seconds of the leader's clock.
 
-    ``number`` counts the requests that began to wait.
+    ``number`` is the position of this wait among all waits in the order in which they began, from
+    0.
     """
 
     waiting: Waiting
@@ -68,7 +74,11 @@ class Parking:
 
     @property
     def next_expiry(self) -> float | None:
-        """Time of the first end of a wait, possibly an outdated one; None if nothing is parked."""
+        """Time at which the first wait ends; None if no request is parked.
+
+        The time is never too late, but may be too early, because the ends of removed requests'
+        waits stay recorded until they have passed.
+        """
         return self._ends[0][0] if self._ends and self._parked else None
 
     def add(self, waiting: Waiting, wait: Wait, now: float) -> None:

@@ -108,12 +108,16 @@ _NOT_CACHED = CachedPrefixes([])
 
 
 class Choice(NamedTuple):
-    """Worker to dispatch a request to, and the leading tokens of it that the worker has cached.
+    """Worker to dispatch a request to, with the predicted cost of this choice.
 
-    ``prefixes`` are the tokens that each worker has cached. ``seconds`` is the predicted time until
-    the chosen one has computed the other tokens, together with its pending prefill; None if
-    unknown. ``others_s`` are the seconds that its computation there costs other requests, and
-    ``adapter_s`` those until its LoRA adapter is loaded (inf: sequences use all slots).
+    ``prefixes`` are the leading tokens of the request that each worker has cached,
+    ``cached_tokens`` the number of those of the chosen worker. ``seconds`` is the time until this
+    worker has computed the request's other tokens and the pending prefill before them; None if
+    unknown.
+
+    ``others_s`` are the seconds that the computation of the request costs other requests; 0 if
+    ``prefixes`` is empty. ``adapter_s`` are the seconds until the worker has loaded the request's
+    LoRA adapter; inf if sequences use all of its adapter slots.
     """
 
     worker_id: str
@@ -125,7 +129,7 @@ class Choice(NamedTuple):
 
     @property
     def cost_s(self) -> float:
-        """Return the sum of all seconds, or infinity if it is unknown."""
+        """Sum of ``seconds``, ``others_s`` and ``adapter_s``; inf if ``seconds`` is None."""
         return inf if self.seconds is None else self.seconds + self.others_s + self.adapter_s
 
 
@@ -310,18 +314,25 @@ class Placement:
     def choose(self, waiting: Waiting) -> Choice | None:
         """Return the worker to dispatch a request to; None if no worker has credit now.
 
-        Of several workers with credit (free capacity), the one that has capacity reserved for the
-        request is chosen. Otherwise it is the one with the lowest ``cost_s``, among those that have
-        a prefix of the request cached and the one with the lowest ``load_rank``. For a suspect
-        request, which may have caused the loss of its last workers, workers whose sequences
-        are all decoding come first, whatever they have cached.
+        Only workers with credit (free capacity) are candidates. The one that has capacity reserved
+        for the request is chosen. Otherwise the cheapest (``_cheaper``, by ``cost_s``) of these
+        candidates is chosen:
 
-        ``load_rank`` compares pending prefill before committed tokens. In simulations
-        (conversations on 8 H200s at 0.9 of saturation) the reverse raised the TTFT from 42 to 80 ms
-        at the median and from 180 to 198 ms at p99. With small KV caches it made no difference. A
-        worker with fewer blocks in use or retained comes first, because it evicts fewer prefixes of
-        sessions: with agents on 8 H200s at 0.9 of saturation (six seeds), the p99 TTFT fell from
-        3.6 to 3.0 s compared with all cached blocks instead of the retained ones.
+        - the one with the lowest ``load_rank``
+        - for each longer cached prefix of the request, the least loaded worker that has it and is
+          not slow
+        - up to two that may have the request's adapter loaded sooner (``_with_adapter``)
+
+        A suspect request may have caused the loss of its last workers. Workers whose sequences are
+        all decoding precede even the reserved one for such a request, whatever they have cached.
+
+        ``load_rank`` compares pending prefill before committed tokens. The reverse raised the TTFT
+        of simulated conversations from 42 to 80 ms at p50 and from 180 to 198 ms at p99 (8 H200s,
+        0.9 of saturation). Small KV caches showed no difference.
+
+        ``load_rank`` prefers a worker with fewer blocks in use or retained for sessions, because it
+        evicts fewer prefixes of sessions. Counting all cached blocks instead of the retained ones
+        raised the p99 TTFT of agents from 3.0 to 3.6 s (8 H200s, 0.9 of saturation, six seeds).
         """
         needs = _needs_of(waiting)
         released = self._release(waiting.request_id)
@@ -352,9 +363,11 @@ class Placement:
     def _with_adapter(
         self, chosen: Choice, waiting: Waiting, needs: _Needs, prefixes: CachedPrefixes
     ) -> Choice:
-        """Return the cheapest of ``chosen`` and workers at which the adapter is loaded sooner.
+        """Return the cheapest of ``chosen`` and two workers that may load the adapter sooner.
 
-        These are the first one that has it loaded, and the first one with an unused slot.
+        Workers are tried in the order of ``load_rank``. The two are the first one that has the
+        adapter loaded or coming, and the first one that has it or an unused adapter slot. Only
+        workers that can accept the request count, and slow ones only if ``chosen`` is slow.
         """
         adapter_s = {
             it: self._workers[it].adapter_s(needs.adapter, needs.adapter_digest)
@@ -409,7 +422,11 @@ class Placement:
         return min(depths[0][0] * CHUNK_SIZE, num_tokens - 1) if depths else 0
 
     def take(self, worker_id: str, waiting: Waiting) -> Choice | None:
-        """Return a worker as the choice for a request; None if it has no credit for it now."""
+        """Return the worker as the choice for a request; None if the worker cannot accept it now.
+
+        A worker cannot accept a request if it has no credit for the request or does not serve its
+        adapter. The worker that the request avoids accepts it only if there is no other worker.
+        """
         if worker_id not in self._ready:
             return None
         return self._first((worker_id,), waiting, _needs_of(waiting), self._prefixes(waiting))
@@ -433,17 +450,19 @@ class Placement:
     def _others_s(self, worker_id: str, waiting: Waiting, num_cached: int) -> float:
         """Return the seconds that the computation of a request at a worker costs other requests.
 
-        They are the time to compute the sessions' tokens again that it evicts, and the delay of
-        those that come to the worker meanwhile: of r a second, r t come during a computation of t
-        seconds, and each waits t / 2 on average, together r t**2 / 2. This counts as t at most, so
-        that it at most doubles how long a request waits for a cached prefix. Both are 0 if the
-        worker's speed is unknown.
+        The result is the sum of a recompute time and a delay. The recompute time is that of the
+        sessions' cached tokens that the request evicts. The delay is that of requests that come to
+        the worker meanwhile. A computation of t seconds delays r t requests by t / 2 each on
+        average, together by r t**2 / 2. The rate of arrivals r, per second, is taken to be the
+        worker's rate of departures. The delay is limited to t, so that it at most doubles how long
+        a request waits for a cached prefix. The recompute time and the delay are 0 if the worker's
+        speed is unknown; the delay is also 0 if r is unknown.
 
-        Without the first, sessions whose contexts fill all caches evict each other: of simulated
-        agents on 8 workers at 1.1 of saturation, 14 % fewer turns ended. Without the second,
-        recomputed contexts occupy workers for seconds, and further sessions leave them: with 64
-        workers at 1.1 of the same rate per worker, the p99 TTFT was 16.6 instead of 13.3 s, and
-        23 % fewer turns ended.
+        Sessions whose contexts fill all caches evict each other if the recompute time is left out.
+        Simulated agents on 8 workers at 1.1 of saturation then ended 14 % fewer turns. Recomputed
+        contexts occupy workers for seconds if the delay is left out, and further sessions leave
+        these workers. The p99 TTFT was then 16.6 instead of 13.3 s, and 23 % fewer turns ended,
+        with 64 workers at 1.1 of the same rate per worker.
         """
         worker = self._workers[worker_id]
         uncached = waiting.prefill_tokens - num_cached

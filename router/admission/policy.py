@@ -195,9 +195,10 @@ class LeastAttained(_OrderedByLeader):
     """Order by the service that a request's session has attained (PLAS, arXiv 2502.13965).
 
     The yield time is computed as in ShortestWork, but ``rank`` is the share of recent requests
-    whose sessions had attained less when this one entered the queue. It is fixed then, because the
-    requests of a session that follow one another find their predecessors' service complete. Without
-    sessions the order is by arrival. Only the leader knows the rank, so routers report by arrival.
+    whose sessions had attained less when this request entered the queue. The rank does not change
+    later: if a session sends each request after the end of the previous one, all earlier service is
+    already counted. The rank is 0 without attained service, so that requests without sessions are
+    ordered by arrival. Only the leader knows the rank, so routers report by arrival.
     """
 
     ageing_factor: float

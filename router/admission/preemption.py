@@ -85,9 +85,10 @@ def _wait_s(waiting: Waiting, workers: Mapping[str, WorkerView]) -> float:
 class Evictions:
     """Eviction policy; ``occupants`` returns the ids of the requests in the slots of a worker.
 
-    A worker is chosen only if the dispatched request can start there soon: no tokens are to be
-    prefilled before it, or these and its own are at most ``max_pending_prefill`` together. Only
-    tokens of its priority class and higher ones count, because the worker computes them first.
+    A worker is chosen only if the dispatched request can start there soon. The worker must have no
+    tokens to prefill before the request, or at most ``max_pending_prefill`` including the request's
+    own. Only tokens of the request's priority class and higher ones count, because the
+    worker computes them first.
     """
 
     def __init__(

@@ -79,8 +79,10 @@ class PrefixIndex:
     def expect(self, worker_id: str, epoch: int, chunks: Sequence[int]) -> None:
         """Record that the prompt with ``chunks`` was dispatched under the number ``epoch``.
 
-        From then on, the chunks that the worker lacks count as stored. If it evicts one of the
-        others before it has computed the prompt, that one no longer counts.
+        The chunks that the worker lacks count as stored from now on. ``settle`` removes those that
+        the worker has not reported by then, unless another dispatch expects them. A chunk that the
+        worker already had no longer counts once its eviction is reported. The call has no effect
+        for an unknown worker, or if ``epoch`` is already recorded.
         """
         worker = self._workers.get(worker_id)
         if worker and epoch not in worker.expected:
@@ -107,11 +109,11 @@ class PrefixIndex:
         return worker.bit if worker else 0
 
     def depths(self, chain: Sequence[int]) -> list[tuple[int, int]]:
-        """Return numbers of leading chunks, largest first, each with the mask of the workers.
+        """Return pairs of a number of leading chunks of ``chain`` and a mask of workers.
 
-        A worker is in the mask of the number of leading chunks of ``chain`` that it has, and in
-        none if it has not even the first one. O(d log(n)) for n chunks and d different numbers,
-        however many workers there are.
+        The mask has the workers that have exactly this many leading chunks in device or host
+        memory. The largest number is first. Workers that lack the first chunk are in no mask. The
+        time is O(d log(n)) for n chunks and d pairs, however many workers there are.
         """
         depths: list[tuple[int, int]] = []
         others = -1
@@ -123,7 +125,11 @@ class PrefixIndex:
         return depths
 
     def _longest(self, chain: Sequence[int], end: int, among: int) -> tuple[int, int]:
-        """Return how many of ``chain[:end]`` workers of a mask have at most, and which do."""
+        """Return the length in chunks of the longest cached prefix, and the mask of its workers.
+
+        Only prefixes of ``chain[:end]`` and workers of the mask ``among`` count. The result is (0,
+        0) if none of these workers has the first chunk.
+        """
         device, host = self._device, self._host
         mask = (device.get(chain[0], 0) | host.get(chain[0], 0)) & among if end else 0
         if not mask:

@@ -252,10 +252,12 @@ _PRUNE_EVERY = 1 << 15
 class AdmissionQueue:
     """Admission queue of the cluster.
 
-    For each token of work that leaves from higher classes, a class with queued requests may send
-    at least ``class_floor`` tokens of its own work, less at most one request. ``fair_share`` counts
-    the tokens that each tenant was served. With ``is_fair``, the tenant with the smallest count in
-    a class is served first.
+    A class with queued requests receives a minimum share: at least ``class_floor`` tokens of its
+    work leave for each token of work that leaves from higher classes. The class may fall short of
+    this share by the work of one request. BATCH_PRIORITY has no minimum share.
+
+    ``fair_share`` counts the tokens that each tenant was served. The tenant with the smallest count
+    in a class is served first if ``is_fair`` is set.
 
     Arguments of the methods: ``ledger_now`` is ledger time and ``now`` the leader's clock, both in
     seconds; ``gateway`` is the id of the router that has a request.
@@ -389,7 +391,11 @@ class AdmissionQueue:
     # parked requests
 
     def park(self, request_id: str, wait: Wait) -> None:
-        """Take a request out of the order, without removing it from the queue."""
+        """Take a request out of the order, without removing it from the queue.
+
+        ``wait`` states for which worker the request waits, and until when. The request must be
+        queued and not parked yet.
+        """
         before = self._queued[request_id]
         before.is_queued = False
         self._classes.note_parked(before)
@@ -417,14 +423,15 @@ class AdmissionQueue:
         return self._queued[request_id].parked_s
 
     def last_wait(self, request_id: str) -> Wait | None:
-        """Return the last wait for which a queued request was parked; None if it never was."""
+        """Return the ``wait`` with which ``park`` was last called for a queued request, or None."""
         return self._queued[request_id].wait
 
     def peek(self, ledger_now: float | None = None) -> Waiting | None:
-        """Return the request that leaves next at ``ledger_now``; None if all of them are parked.
+        """Return the request that leaves next at ``ledger_now``.
 
-        If ``ledger_now`` is None, the one with the smallest sort key in the highest class is
-        returned; the credit of lower classes and fair shares are ignored.
+        The result is None if no request is queued or all queued ones are parked. The credit of
+        lower classes and fair shares are ignored if ``ledger_now`` is None: the request with the
+        smallest sort key in the highest class is then returned.
         """
         return _waiting(self._classes.head(ledger_now))
 

@@ -144,13 +144,15 @@ class Waiting(NamedTuple):
     def from_proto(cls, gateway: str, message: session_pb2.Waiting) -> Self:
         """Return the request that ``message`` of the router ``gateway`` reports.
 
-        Values that other code does not expect are replaced, because other routers send them.
+        A deadline of 0 becomes infinite. Values of another router may be out of range and are then
+        corrected: ``least_tokens`` to at least 1, and ``cached_tokens`` to less than
+        ``prefill_tokens``, or 0.
         """
         return cls(
             message.request_id,
             gateway,
             message.arrived,
-            message.prompt_tokens,
+            max(1, message.prompt_tokens),
             message.max_tokens,
             message.avoid,
             message.choices,

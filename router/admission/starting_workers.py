@@ -18,7 +18,8 @@ class StartingWorkers:
     def update(self, starts: Iterable[session_pb2.WorkerStart], now: float) -> None:
         """Record reports of starting workers, and drop expired ones.
 
-        A report expires after its field ``seconds``; 0 means that the worker's start has ended.
+        A report expires when as many seconds have passed since ``now`` as its field ``seconds``
+        states. A value of 0 means that the worker's start has ended.
         """
         for start in starts:
             self._until.pop(start.name, None)

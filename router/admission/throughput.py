@@ -159,11 +159,12 @@ class ThroughputEstimator:
         )
 
     def measure(self, work: Work, is_full: bool, now: float) -> Sample | None:
-        """Measure the work that was done since the last measurement; ``now`` is in seconds.
+        """Update the estimates; return the mean size and duration of the steps since the last time.
 
-        ``is_full``: the worker is saturated, so that more sequences would not increase its
-        throughput. Return the mean of the steps in between. Return None if there were no steps, if
-        the last measurement was less than 0.2 s ago, or at the first call.
+        ``work`` is all work of the worker, and ``now`` is in seconds. ``is_full`` is True if the
+        worker is saturated, so that more sequences would not increase its throughput. The result
+        is None if there were no steps, if the last measurement was less than 0.2 s ago, or at the
+        first call.
         """
         if self._sample is None:
             self._sample, self._was_full = (now, work), is_full
@@ -265,10 +266,10 @@ def slow_workers(
 
 
 def _least_median_s(estimators: Iterable[ThroughputEstimator], size: int) -> float:
-    """Return a lower bound on the median step time of all workers but one, in seconds.
+    """Return a lower bound on the median of ``max_step_s`` over all workers but one, in seconds.
 
-    ``size`` is the size class of the steps. The bound is valid for any worker that is left out. It
-    is infinite if fewer than two workers are known.
+    The bound is valid for steps of size class ``size``, whichever worker is left out. The result is
+    infinite if the step times of fewer than two workers are known.
     """
     fewest = 1 << size >> 1
     known = sorted(most for it in estimators if (most := it.max_step_s(fewest)) < inf)
@@ -310,7 +311,11 @@ class DrainRate:
         self._requests += 1
 
     def pause(self) -> None:
-        """Pause the measurement, because the queue is empty and workers do not limit its rate."""
+        """Pause the measurement until ``measure`` is called with queued requests.
+
+        The caller must pause it if no request is queued, or if all queued ones are parked. Workers
+        then do not limit the rate at which work leaves the queue.
+        """
         self._since = None
 
     def measure(self, num_queued: int, num_workers: int, now: float) -> None:

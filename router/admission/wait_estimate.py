@@ -1,16 +1,17 @@
 """Estimates of a request's wait, first token and end. Pure.
 
     wait     (queued work of its class and higher ones) / (work that leaves the queue per second)
-    prefill  half of a step, and seconds for the pending prompt tokens of its worker and its own
+    prefill  (half of a step) + (time to compute its worker's pending prompt tokens and its own)
     output   (its tokens after the first one) * (predicted step time of its worker's batch)
 
-The drain rate of the queue is the measured one (``DrainRate``). Before it is known, the throughput
-of saturated workers is used: the measured one (``ThroughputEstimator``) or, if no worker has been
-saturated, the one that a full batch would have (``FittedStepTime``).
+The drain rate of the queue is measured (``DrainRate``). The throughput of saturated workers
+replaces it until it is known. A worker's saturated throughput is the measured one
+(``ThroughputEstimator``). The throughput of a full batch (``FittedStepTime``) replaces it for a
+worker that was never saturated.
 
 The order within a class is ignored, so shorter or more urgent requests may wait less than is
-predicted. The ratio of actual to predicted wait that nearly all requests exceed is therefore
-learned (``LeastRatio``), and likewise for the time per output token.
+predicted. ``LeastRatio`` therefore learns a ratio of actual to predicted wait that nearly all
+requests exceed. The same is done for the time per output token.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class WaitEstimator:
         return rest_s + (worker.prefill_s(tokens, waiting.cached_tokens) or 0.0)
 
     def least_wait_s(self, wait_s: float) -> float:
-        """Return the seconds that 95 % of requests wait longer than, if ``wait_s`` is predicted."""
+        """Return the wait in seconds that 95 % of requests exceed if ``wait_s`` was predicted."""
         return self.least_wait_ratio.value * wait_s
 
     @property

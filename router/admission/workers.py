@@ -441,7 +441,7 @@ class WorkerView:
 
     @property
     def is_decode_only(self) -> bool:
-        """Return whether all sequences at the worker are decoding, and none waits or is due."""
+        """Return whether all sequences at the worker are decoding, and ``num_ahead`` is 0."""
         return self.pending_prefill == 0 and self.num_ahead == 0
 
     @property
@@ -468,12 +468,16 @@ class WorkerView:
         return self.pending_prefill - passed
 
     def prefill_excess(self, tokens: int, most: int, ahead: int = 0) -> int:
-        """Return how many pending tokens must be computed before the worker gets a request.
+        """Return how many pending tokens must be computed before a request can be dispatched.
 
-        The request has ``tokens`` to prefill. If they fit in a step, they may be pending together
-        with those that are computed before, up to ``most`` in total. A longer prompt requires fewer
-        than ``most`` pending tokens and no other long prompt. A worker without pending prefill may
-        get any request. ``ahead`` tokens of other requests are to be dispatched to it before.
+        ``tokens`` is the request's prefill, and ``ahead`` the prefill of other requests that are to
+        be dispatched to the worker first. The tokens ahead of the request are ``ahead`` and
+        ``prefill_before(tokens)``. The result is 0 if their sum is 0.
+
+        Otherwise, a request that fits in a step can be dispatched if its tokens and those ahead are
+        together no more than ``most``. A longer prompt can be dispatched if fewer than ``most``
+        tokens are ahead and no other long prompt is pending. The argument ``most`` must be
+        positive.
         """
         before = self.prefill_before(tokens) + ahead
         if self._is_long(tokens):
@@ -527,9 +531,10 @@ class WorkerView:
         return without <= 0 or (may_wait and self.num_ahead + without <= local_depth)
 
     def free_places(self, local_depth: int) -> int:
-        """Return how many more sequences fit into its slots and the places before them.
+        """Return how many more sequences the worker may receive, to run or to wait for a slot.
 
-        Negative if sequences must leave before there is room for another one.
+        The number of waiting sequences is limited to ``local_depth``, or to 0 if ``slots`` is less
+        than the worker's ``max_num_seqs``. A negative result is the number of sequences in excess.
         """
         depth = local_depth if self.slots == self.capacity.max_num_seqs else 0
         return self.slots + depth - self.load.num_running - self.num_ahead

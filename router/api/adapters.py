@@ -24,12 +24,15 @@ class Adapters:
         self._sessions = sessions
 
     async def load(self, name: str, location: str, model: str = "") -> pb.AdapterInfo:
-        """Add an adapter of ``model``, or a new version of one, after a worker has checked it.
+        """Add an adapter of ``model`` or a new version of one, and return its description.
 
-        An empty ``model`` is that of the present version, or else the first one. Raises
-        UnknownModel if it is not served. Raises InvalidRequest if the name is taken, or if the
-        worker cannot load the files; NoWorker if none is connected; UnknownWorker if it does not
-        answer; LedgerUnavailable.
+        A worker of the model checks the adapter first. An empty ``model`` stands for the model of
+        the adapter's present version, or for the first served model if the adapter is new.
+
+        Raises InvalidRequest if the name or the location is malformed, if the name is taken, or if
+        the worker cannot load the files. Raises UnknownModel if the model is not served, or
+        RouterStopping instead during a replacement of models. Raises NoWorker if no worker of the
+        model is connected, UnknownWorker if the worker does not answer, and LedgerUnavailable.
         """
         source, known = self._source(name, location), self._policy.adapters.get(name)
         chosen = self._models.requested(model or (known.model if known is not None else "")).name

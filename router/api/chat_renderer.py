@@ -41,8 +41,9 @@ class RenderedChat:
         """Return a parser that separates a choice's reasoning, content and tool calls.
 
         ``name`` is the request's id, and ``choice`` the index of the choice. ``is_constrained``
-        states that a grammar constrains the output. It holds from the first token, so the output
-        has no reasoning, and is all content if it cannot call tools.
+        states that a grammar constrains the output. The grammar applies from the first token, so
+        the output has no reasoning. A constrained output is all content if ``tools`` allows no
+        calls.
         """
         if not is_constrained:
             parser = self.tools.parser(self.formats.tools, name, choice)
@@ -80,12 +81,15 @@ class ChatRenderer:
         self._accepts_templates = accepts_templates
 
     async def render(self, model: ServedModel, conversation: Conversation) -> RenderedChat:
-        """Return the prompt of a conversation, and what its output may be.
+        """Return the prompt of a conversation, with the tools and the grammar of its output.
 
-        Raises NoChatTemplate, Unsupported or OutOfRange for a template of the conversation, and
-        UnsupportedContent or OutOfRange for images that the model does not take. Raises
-        InvalidRequest if the tools are invalid, QueueFull if too many chats wait to be rendered,
-        and EverliftError if no renderer process can be started.
+        Raises NoChatTemplate if neither the model nor the conversation has a template. Raises
+        Unsupported if the conversation has a template but may not, and OutOfRange if this template
+        is too long. Raises UnsupportedContent or OutOfRange for images that the model does not
+        take. Raises PromptTextTooLong if the prompt is certainly longer than the context. Raises
+        InvalidRequest or a subclass if the tools are invalid or the messages cannot be rendered.
+        Raises QueueFull if too many chats wait to be rendered, and EverliftError if no renderer
+        process can be started.
         """
         prompt = await self._text(model, conversation)
         model.check_fits(prompt)
@@ -93,7 +97,11 @@ class ChatRenderer:
         return replace(rendered, images=conversation.images)
 
     def rendered(self, model: ServedModel, prompt: str, tools: ToolUse) -> RenderedChat:
-        """Return the RenderedChat of a prompt, or of the end of one, that was rendered before."""
+        """Return the RenderedChat of ``prompt``, a prompt that was rendered before, without images.
+
+        The end of such a prompt is enough if the result is only used to parse the output. Raises
+        ToolsUnsupported or OutOfRange as ``ToolUse.grammar`` does.
+        """
         template = self._templates.get(model.name)
         formats = template.formats if template is not None else Formats()
         return RenderedChat(model, prompt, tools.grammar(formats.tools), tools, formats)
@@ -109,7 +117,11 @@ class ChatRenderer:
         return await _encode(model, text, add_special_tokens=add_special_tokens)
 
     async def count_tokens(self, rendered: RenderedChat) -> int:
-        """Return the number of tokens of a prompt. Raises PromptTooLong if it fits no context."""
+        """Return the number of tokens of a prompt, which may exceed the context.
+
+        Raises PromptTextTooLong if the number of characters alone shows that the prompt is too
+        long.
+        """
         return len(await _encode(rendered.model, rendered.prompt))
 
     async def _text(self, model: ServedModel, conversation: Conversation) -> str:

@@ -2,11 +2,11 @@
 
     submitted -> charged -> renewed by the router that owns the request -> settled at its end
 
-A charge is an entry in the ledger that counts a request against the limits. It has the most tokens
-that the request may use: its prompt, and max_tokens for each choice. The settlement of the charge,
-when the request has ended, refunds the tokens that were not used. A charge expires unless the
-router that owns the request renews it. The request then no longer counts as concurrent, but no
-tokens are refunded.
+A charge is an entry in the ledger that counts a request against the limits. It states the largest
+number of tokens that the request may use: its prompt, and max_tokens for each choice. The
+settlement of the charge, when the request has ended, refunds the tokens that were not used. A
+charge expires unless the router that owns the request renews it. A request whose charge has
+expired no longer counts as concurrent, but none of its tokens are refunded.
 """
 
 from __future__ import annotations

@@ -23,8 +23,9 @@ def check_json(
     """Check a JSON value of a request; ``name`` is its name in error messages.
 
     Raises OutOfRange if the value has more than MAX_DEPTH levels, or more than ``max_bytes`` bytes
-    when serialised; the number of bytes that ``num_exempt`` returns does not count. Raises NotUtf8
-    for an unpaired surrogate, and InvalidRequest for NaN or an infinite number.
+    when serialised. ``num_exempt`` receives the value, and returns how many of its bytes do not
+    count. Raises NotUtf8 for an unpaired surrogate, and InvalidRequest for NaN or an infinite
+    number.
     """
     check_depth(name, value)
     try:

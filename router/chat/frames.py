@@ -55,9 +55,10 @@ def decode_length(head: bytes) -> int:
 
 
 def decode(body: bytes) -> Frame:
-    """Return the frame in a message's body; the frame of a rendered text has the key "text".
+    """Return the frame in ``body``, which is a message without its length.
 
-    Raises ValueError if the body is neither a text nor a JSON object.
+    The frame of a rendered text is returned as {"text": text}. Raises ValueError if the body is
+    neither a text nor a JSON object.
     """
     if body.startswith(_TEXT):
         return {"text": body[len(_TEXT) :].decode()}

@@ -74,8 +74,8 @@ def _turn(at: str, raw: object) -> Turn:
 def template_messages(turns: Sequence[Turn], *, as_parts: bool = False) -> list[Message]:
     """Return turns as the messages that a chat template reads.
 
-    The content of a message with images is a list of parts. With ``as_parts``, that of every
-    message is.
+    The content of a message is a list of parts if the message has images or ``as_parts`` is set;
+    otherwise it is a text.
     """
     return [_template_message(turn, as_parts) for turn in with_function_names(turns)]
 
@@ -114,8 +114,8 @@ def _template_parts(turn: Turn) -> list[dict[str, str]]:
 def _parts(at: str, message: Message) -> tuple[Part, ...]:
     """Return the parts of a message's content; errors name the message's position ``at``.
 
-    An assistant's message may have no content; usually it then has tool calls or a refusal, which
-    takes the place of the content.
+    An assistant's message may have no content, usually because it has tool calls or a refusal. The
+    text of the refusal, if there is one, is then returned as the only part.
     """
     content = message.get("content")
     if message["role"] == "assistant" and content in (None, []):

@@ -49,11 +49,11 @@ class RendererProcess:
             await self._start()
 
     async def render(self, request: bytes) -> str:
-        """Return the text of a rendered chat; ``request`` is the chat's frame in encoded form.
+        """Return the rendered text of a chat; ``request`` is the chat encoded by ``frames.encode``.
 
         Raises TemplateFailed if the template rejects the chat or crashes, TemplateTimeout if
-        rendering takes too long, and PromptTextTooLong if the text is longer than the
-        ``max_characters`` of the launch. Raises EverliftError if no process can be started.
+        rendering takes too long, and PromptTextTooLong if the text is longer than
+        ``Launch.max_characters``. Raises EverliftError if no process can be started.
         """
         await self.start()
         try:

@@ -13,8 +13,8 @@ class ReasoningTokens:
     """Counter of one output's tokens that belong to its reasoning.
 
     A token belongs to the reasoning if the first character of its text does. Marks around the
-    reasoning and tokens without text do not. ``tokenizer`` is the view with which the output's text
-    was made, with or without special tokens.
+    reasoning and tokens without text do not. ``tokenizer`` must treat special tokens as the one
+    that made the output's text did: as text (``with_special_tokens``) or not.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -38,7 +38,10 @@ class ReasoningTokens:
             self._num_characters += len(text)
 
     def count(self, ranges: Iterable[range]) -> int:
-        """Return how many of the tokens begin in ``ranges``, the parser's ``reasoning_ranges``."""
+        """Return the number of tokens whose text begins within ``ranges``.
+
+        ``ranges`` are the parser's ``reasoning_ranges``, positions of characters in the output.
+        """
         return sum(
             bisect_left(self._starts, each.stop) - bisect_left(self._starts, each.start)
             for each in ranges

@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _skip_package_code(name: str) -> None:
-    """Let later imports of modules of the package ``name`` not run the package's __init__.py."""
+    """Make later imports of modules of the package ``name`` skip the package's __init__.py."""
     spec = importlib.util.find_spec(name)
     assert spec is not None and spec.submodule_search_locations is not None
     package = ModuleType(name)

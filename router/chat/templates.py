@@ -81,11 +81,12 @@ class ChatTemplate:
         *,
         max_characters: int = _MAX_CHARACTERS,
     ) -> Self | None:
-        """Load the template of the model in ``directory``; return None if it has none.
+        """Load the template of the model in ``directory``.
 
-        If it has none but requests may have templates, return an instance for these. ``model`` has
-        the settings of the model. ``max_characters`` limits the length of a rendered chat. Raises
-        UnknownModel for invalid files.
+        If the model has none, return None, or an instance without a template of its own if
+        ``config`` permits requests to have templates. ``model`` has the settings of the model.
+        ``max_characters`` limits the length of a rendered chat. Raises UnknownModel for invalid
+        files.
         """
         templates = Templates.read(directory)
         if templates is None and config.allow_chat_template:

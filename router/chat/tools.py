@@ -2,7 +2,7 @@
 
     tool_choice     the output                                  is read as
     none            anything; the template shows no tools       content
-    auto            anything                                    content and calls, as models write
+    auto            anything                                    content, calls in the model's format
     required        a JSON array of calls, by a grammar         calls
     a function      its arguments, by a grammar                 one call of it
 
@@ -162,8 +162,8 @@ class ToolUse:
         """Return the parser of the output of choice number ``choice``.
 
         The ids of calls are derived from the request's id and this number. ``form`` must be the one
-        given to ``grammar``. If the choice requires a call, the grammar holds from the first token,
-        so the output has no reasoning.
+        given to ``grammar``. If tool_choice requires a call, the grammar holds from the first
+        token, so the output has no reasoning.
         """
         identify = partial(call_id, request_id, choice)
         schemas = {} if self.choice is Choice.NONE else self._schemas
@@ -186,11 +186,11 @@ class ToolUse:
         return next(function for function in self.functions if function.name == name)
 
     def _calls_schema(self, arguments: str) -> Json:
-        """Return the JSON schema of an array of calls of these functions.
+        """Return the JSON schema of an array of calls of the functions that the output may call.
 
-        ``arguments`` is the key of a call's arguments.
-        The schema of each tool's arguments is embedded. References inside it are changed so that
-        they still point to their targets at the new position.
+        The array has at least one call, and only one unless ``is_parallel``. ``arguments`` is the
+        key of a call's arguments. The schema of each function's arguments is embedded; its
+        references to itself are changed to its new position.
         """
         schema: Json = {
             "type": "array",
@@ -275,9 +275,11 @@ def _called(at: str, tool: Mapping[str, object]) -> str:
 def allowed_tools(
     at: str, raw: object, name_of: Callable[[str, Mapping[str, object]], str]
 ) -> tuple[Choice, str, frozenset[str]]:
-    """Parse the choice of calls among a part of the tools; errors name its position ``at``.
+    """Parse a tool_choice that allows only some of the tools; errors name its position ``at``.
 
-    ``name_of`` returns the function's name of a tool at a position. Raises InvalidRequest.
+    Returns ``choice``, ``named`` (empty) and ``allowed`` as ``ToolUse`` has them. ``name_of``
+    receives the position of a tool and the tool, and returns the name of its function. Raises
+    InvalidRequest.
     """
     mode = raw.get("mode") if isinstance(raw, dict) else None
     tools = raw.get("tools") if isinstance(raw, dict) else None

@@ -71,8 +71,8 @@ _TOTALS = (
 class _Router:
     """Counters of one router.
 
-    ``bounds`` maps the names of histograms to the upper bounds of their buckets. Recent values do
-    not include failures and prompts that are already included in ``before``.
+    ``bounds`` maps the names of histograms to the upper bounds of their buckets. ``before`` has the
+    router's counters at the time from which its recent failures and prompts are counted.
     """
 
     def __init__(self, bounds: Mapping[str, Sequence[float]], before: session_pb2.Counts) -> None:

@@ -43,8 +43,9 @@ class _Counter:
 class RecentPrompts:
     """Prompt tokens and cache hits of the last five minutes, by the name of a worker or tenant.
 
-    ``before`` maps names to the totals from which prompts are counted; the default is zero. If
-    ``before`` is None, prompts are counted from the first total of each name.
+    ``before`` maps names to the totals from which their prompts are counted; the prompts of any
+    other name are counted from zero. If ``before`` is None, prompts are counted from the first
+    total of each name.
     """
 
     def __init__(self, before: Mapping[str, Prompts] | None = None) -> None:

@@ -20,7 +20,7 @@ class Rates:
         self._rates: dict[str, float] = {}
 
     def of(self, worker_id: str, tokens: int, now: float) -> float:
-        """Return a worker's rate in tokens per second; 0 until the first interval has passed.
+        """Return a worker's last rate in tokens per second; 0 until two counts are 1 s apart.
 
         ``tokens`` is the worker's counter at the time ``now``, in seconds.
         """

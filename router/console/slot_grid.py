@@ -1,9 +1,9 @@
 """Moves of requests between batch slots, derived from successive snapshots of some workers. Pure.
 
-A request that leaves a slot and later appears in another one has moved. At another worker it was
-migrated. At the same worker it was preempted and has resumed, if the worker's number of preemptions
-has increased; otherwise it is another choice of the request. A request that appears nowhere else
-has ended or is queued.
+A request that appears in a slot of another worker was migrated. A request that left a slot and
+appears in a slot of the same worker was preempted and has resumed, if the worker's number of
+preemptions has increased. Otherwise the slot has another choice of the request, and nothing has
+moved. A request that appears nowhere else has ended or is queued.
 
     slots of worker a:   |== r ==|                      left at 2 s
     slots of worker b:              |== r ==========    migrated at 3 s, from a's slot to this one
@@ -117,7 +117,8 @@ class SlotChanges:
 class SlotGrid:
     """Tracker of the requests in the slots of the shown workers.
 
-    The memory is bounded by the number of slots and by ``_MAX_SEARCHED``.
+    The memory is bounded by the number of slots plus ``_MAX_SEARCHED``, the maximum number of
+    requests that are remembered after they left their slots.
     """
 
     def __init__(self) -> None:

@@ -48,10 +48,10 @@ class Disturbable(Protocol):
     """Ledger with a server of its own, which faults can disturb."""
 
     def disturb(self, seconds: float, delay_s: float) -> None:
-        """Delay the calls of this process to the ledger by ``delay_s``, for the next ``seconds``.
+        """Delay this process's calls to the ledger by ``delay_s`` seconds for the next ``seconds``.
 
-        If ``delay_s`` is infinite, no call is sent before that time has passed. A call that is
-        delayed beyond the ledger's timeout fails.
+        Every delay ends at the latest when ``seconds`` have passed, also if ``delay_s`` is
+        infinite. A call that is delayed beyond the ledger's timeout fails.
         """
         ...
 

@@ -1,6 +1,7 @@
 """Catalogue of the LoRA adapters that operators have loaded, as the ledger stores it.
 
-An adapter is a run-time setting of the cluster, whose name is the adapter's name after a prefix.
+Each adapter is stored as a run-time setting of the cluster. The setting's name consists of a prefix
+and the adapter's name.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _PREFIX = "adapter "
 class AdapterEntry:
     """Adapter of the model ``model``.
 
-    ``source`` is its name with the directory or hub id of its files (``AdapterSource``), and
-    ``digest`` the digest of the files.
+    ``source`` is the adapter's name with the directory or hub id of its files, in the form that
+    ``AdapterSource.parse`` reads. ``digest`` is the digest of the files.
     """
 
     model: str
@@ -33,11 +34,14 @@ class AdapterEntry:
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """Return the entry that ``to_text`` returned as ``text``. Raises ValueError."""
+        """Return the entry that ``to_text`` encoded as ``text``.
+
+        Raises ValueError if ``text`` is invalid.
+        """
         try:
             entry = cls(**json.loads(text))
             AdapterSource.parse(entry.source)
-        except TypeError as error:
+        except (AttributeError, TypeError) as error:
             raise ValueError(str(error)) from None
         return entry
 

@@ -223,10 +223,10 @@ class LeaderClient:
             self._changed.set()
 
     def cached_tokens(self, model: str, chunks: Sequence[int], num_tokens: int) -> int:
-        """Return how many of the first ``num_tokens`` tokens a worker has in its prefix cache.
+        """Return the largest number of leading tokens in the prefix cache of any one worker.
 
-        ``chunks`` are the ids of the chunks of these tokens. Only workers of ``model`` count. The
-        last token never counts, because it is always computed.
+        ``chunks`` are the ids of the chunks of the ``num_tokens`` tokens. Only workers of ``model``
+        count. The last token never counts, because it is always computed.
         """
         return self._local.cached_tokens(model, chunks, num_tokens)
 

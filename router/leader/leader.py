@@ -169,9 +169,10 @@ class Leader:
         return self._placements.workers
 
     def cached_tokens(self, model: str, chunks: Sequence[int], num_tokens: int) -> int:
-        """Return how many of the first ``num_tokens`` tokens a worker has in its prefix cache.
+        """Return the largest number of leading tokens in the prefix cache of any one worker.
 
-        ``chunks`` are the ids of the chunks of these tokens. Only workers of ``model`` count.
+        ``chunks`` are the ids of the chunks of the ``num_tokens`` tokens. Only workers of ``model``
+        count. The last token never counts, because it is always computed.
         """
         return self._placements[model].most_cached(chunks, num_tokens)
 
@@ -180,7 +181,10 @@ class Leader:
         return self._placements.view(worker_id)
 
     async def run(self) -> None:
-        """Compete for the lease, dispatch and sweep until cancelled; then release the lease."""
+        """Compete for the lease and lead while it is held, until cancelled; then release the lease.
+
+        The leader dispatches requests, and assigns requests of dead routers to live ones.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._lease.campaign())
@@ -623,8 +627,8 @@ def dispatched(
     ``entry`` is the request's entry in the ledger after the dispatch. ``bypassed`` is the number of
     requests that arrived later and left the queue earlier. The predicted time to first token and
     time per output token are in seconds, None if unknown. ``queue_wait`` is None if the
-    request never entered the queue. The worker is expected to have the first ``cached_tokens``
-    known tokens in its prefix cache.
+    request never entered the queue. The worker is expected to have the request's first
+    ``cached_tokens`` tokens, of its prompt and any earlier output, in its prefix cache.
     """
     return session_pb2.Dispatched(
         request_id=entry.request_id,

@@ -129,9 +129,11 @@ class RuntimePolicy:
 
     @property
     def engine_policy(self) -> session_pb2.EnginePolicy:
-        """Message that sets the engine policy in effect at a worker.
+        """Message that tells a worker which engine policy to use.
 
-        An older worker may not know a policy of this name.
+        ``name`` is the policy's name in the ledger. Without one, ``name`` is "default": the policy
+        that the worker was started with. A worker of an older version that does not know the name
+        keeps its present policy.
         """
         name = self._policy.values.get("engine_policy", DEFAULT)
         return session_pb2.EnginePolicy(version=self._policy.version, name=name)

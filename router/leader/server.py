@@ -51,10 +51,11 @@ class LeaderServer:
     async def serve_stream(
         self, messages: AsyncIterator[session_pb2.GatewayMessage]
     ) -> AsyncGenerator[session_pb2.LeaderMessage, None]:
-        """Serve a router's stream: handle ``messages``, and yield the leader's messages to it.
+        """Serve a router's stream: handle ``messages``, and yield the leader's messages to send.
 
-        The iteration ends when either side closes the stream; ``resigned`` is set in the last
-        message. If the first message does not name its router, the stream is closed at once.
+        The iteration ends when ``messages`` ends, or when the leader disconnects the router. The
+        last message that is yielded has ``resigned`` set in both cases. A stream whose first
+        message does not name its router is closed at once, with only such a last message.
         """
         first = await anext(messages, session_pb2.GatewayMessage())
         gateway, outbox = first.router_id, Outbox(session_pb2.LeaderMessage())

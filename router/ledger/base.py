@@ -397,11 +397,12 @@ class Ledger(Protocol):
         ...
 
     async def turns(self, tenant: str, session_id: str, limit: int = MAX_TURNS) -> tuple[Turn, ...]:
-        """Return the turns of up to ``limit`` requests of a session, newest first.
+        """Return up to ``limit`` turns of a session, newest first.
 
-        Only FINISHED requests that have a ``turn`` are returned, and each shard examines only its
-        newest ``limit`` requests of the session. ``tenant`` is empty if tenants are not
-        distinguished.
+        A turn is a FINISHED request with digests of its prompt (``Request.turn``); requests without
+        digests are left out. Each shard examines only its newest ``limit`` requests of the session,
+        so the result may lack older turns even if it has fewer than ``limit``. An empty ``tenant``
+        means that tenants are not distinguished.
         """
         ...
 
@@ -600,13 +601,13 @@ class Ledger(Protocol):
     async def list_objects(
         self, kind: str, tenant: str, after: str = "", limit: int = MAX_PAGE_SIZE
     ) -> tuple[str, ...]:
-        """Return the names of up to ``limit`` objects, in descending order.
+        """Return the names of up to ``limit`` objects of a tenant and kind, in descending order.
 
-        Objects whose ids begin with the time of their creation are thereby listed newest first.
-        ``tenant`` is empty if tenants are not distinguished. The names follow the name ``after``,
-        or begin with the first one if it is empty. Fewer than ``limit`` names are the last ones.
-        The cost does not depend on the number of objects, apart from its logarithm. Raises
-        ValueError for a ``limit`` out of range.
+        Objects whose ids begin with their creation time are thereby listed newest first. An empty
+        ``tenant`` means that tenants are not distinguished. The result begins after the name
+        ``after``, or with the largest name if ``after`` is empty. No names follow a result that has
+        fewer than ``limit``. The cost grows only with the logarithm of the number of objects.
+        Raises ValueError for a ``limit`` out of range.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Settings of the ledger, each with its only default. Pure."""
+"""Settings of the ledger. Their defaults are defined only here. Pure."""
 
 from __future__ import annotations
 

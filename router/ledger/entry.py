@@ -98,8 +98,11 @@ class Tally:
     ``migrations`` counts the attempts that continued after the tokens of an earlier one.
     ``recomputed_tokens`` is the number of tokens that were computed again after a preemption, a
     lost worker or a migration. ``cached_tokens`` is the number of prompt tokens that the first
-    attempt found in the prefix cache. ``arithmetic`` identifies the arithmetic of all attempts, as
-    ``router.requests.continuation`` defines it.
+    attempt found in the prefix cache.
+
+    ``arithmetic`` is no counter, but identifies the workers' numerical arithmetic by a hash of its
+    name (``router.requests.continuation``). The value is 0 while no arithmetic is known. The value
+    is 1 if results depend on the batch, or if the arithmetic changed after the first token.
     """
 
     preemptions: int = 0
@@ -188,7 +191,11 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Finished request of a session, with the ``turn`` of its Request."""
+    """Turn of a session: the id of a finished request, with digests of its prompt's text.
+
+    ``turn`` has the digests (``Request.turn``), by which later prompts of the session that begin
+    with this prompt are recognised.
+    """
 
     request_id: str
     turn: bytes

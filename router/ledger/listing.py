@@ -80,8 +80,9 @@ class Listing:
 def _merged(parts: Sequence[Part], last: Position | None) -> tuple[list[Row], bool]:
     """Return the next rows after ``last`` over all shards, and whether they are the last ones.
 
-    Rows that are older than the oldest row of a shard with further rows are left out, because that
-    shard may have rows before them.
+    The rows are sorted, newest first. A part without ``is_end`` must have a row; further rows of
+    its shard are older than the last row of the part. Rows of other shards that are older than
+    this last row are left out, because some of the further rows may be newer.
     """
     floors = [part.rows[-1].position for part in parts if not part.is_end]
     rows = _after(chain.from_iterable(part.rows for part in parts), last)
@@ -143,11 +144,12 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """Request id in the listing of ``tenant`` or, if that is empty, of the session ``session``.
+    """Request id that the listing of a tenant or of a session contains.
 
-    ``is_maintained`` tells whether the id is removed from this listing when the request no longer
-    exists. This holds if the request belongs to the tenant or session, and the listing of all
-    requests has it too.
+    The listing is that of ``tenant`` or, if ``tenant`` is empty, of the session named ``session``.
+    ``is_maintained`` is True if the request belongs to this tenant or session, and the listing of
+    all requests contains the id, too. The ledger removes such an id from this listing when the
+    request no longer exists; another id may remain.
     """
 
     request_id: str

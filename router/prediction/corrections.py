@@ -42,8 +42,8 @@ class Corrections:
     def apply(self, group: str, logs: Sequence[float]) -> list[float]:
         """Return the corrected natural logarithms of the quantiles for a group.
 
-        ``logs`` are the logarithms before correction. If no output of the group has been recorded,
-        they are shifted by the running average over all groups.
+        ``logs`` are the logarithms before correction. A group without recorded outputs gets the
+        running average of the shifts of all groups.
         """
         shifts = self._shifts.get(group, self._all)
         return [each + shift for each, shift in zip(logs, shifts, strict=True)]

@@ -202,7 +202,12 @@ def _ends(ids: Sequence[int], tokenizer: Vocabulary) -> str:
 
 
 def _counts(text: str) -> list[float]:
-    """Return the features of a text: those of WORDS, and those that follow them in STATIC."""
+    """Return the features of a text, in the order of STATIC from the first feature of WORDS on.
+
+    For each list in WORDS, the value is the number of different words of the list in the text. The
+    other values count code fences, question marks, lines, digits and words. The last two tell
+    whether the text ends in a question mark and whether it ends in a colon.
+    """
     words = _WORD.findall(text.lower())
     counts = [0.0] * len(WORDS)
     for word in _PLACES.keys() & words:
@@ -313,11 +318,12 @@ _SHORTEST, _LONGEST = 0.0, log(1 << 30)
 class Guess:
     """Prediction of a request's outputs by the trained model, whether it is trusted or not.
 
-    ``logs`` are the natural logarithms of the corrected QUANTILES of an output's length in tokens,
-    and ``least_log`` is the logarithm of the corrected LEAST quantile. ``length`` is the
-    distribution with the quantiles of ``logs`` in ascending order, and with ``_WIDEST`` as the
-    upper limit of its sigma. ``uncorrected`` holds the logarithms of QUANTILES and then of LEAST
-    before correction. Only the ``groups`` of the request's features are kept, to save memory.
+    The model's quantiles are corrected by the lengths of earlier outputs. ``logs`` are the natural
+    logarithms of the corrected QUANTILES of an output's length in tokens, and ``least_log`` is that
+    of the corrected quantile LEAST. ``length`` is the distribution with the quantiles in ``logs``,
+    sorted; its sigma is at most ``_WIDEST``. ``uncorrected`` has the logarithms before correction,
+    of QUANTILES and then of LEAST. Of the request's features, only ``groups`` is kept, to save
+    memory.
     """
 
     groups: tuple[str, ...]
@@ -423,10 +429,11 @@ class Prediction:
 
 
 def _is_trial(request: Request) -> bool:
-    """Return whether the predicted least length of a request is ignored, for one request in 20.
+    """Return whether a request is a trial, which its id decides; about one request in 20 is one.
 
-    Such a request is not rejected because of its predicted length. The true lengths of rejected
-    requests remain unknown, so without trials a wrong model would never be corrected.
+    The trained model's prediction does not affect the ``least_tokens`` of a trial, so a trial is
+    not rejected because of its predicted length. The true lengths of rejected requests remain
+    unknown, so without trials a wrong model would never be corrected.
     """
     return crc32(request.request_id.encode()) % _TRIALS == 0
 

@@ -10,15 +10,16 @@ from math import sqrt
 
 
 def kendall_tau(pairs: Collection[tuple[float, float]]) -> float:
-    """Return Kendall's tau-b of the pairs, the agreement of the orders of first and second values.
+    """Return Kendall's tau-b of pairs (x, y): how well their order by x agrees with that by y.
 
-    It is 1 for the same order, -1 for the reverse order, and about 0 for independent orders. It is
-    also 0 if all first values or all second values are equal.
+    The result is 1 for the same order, -1 for the reverse order, and about 0 for independent
+    orders. If all x or all y are equal, the result is 0.
 
-    tau-b = (concordant - discordant) / sqrt((n - ties in x) (n - ties in y)), n = all pairs of
-    pairs (Kendall, Biometrika 33, 1945). The second values are inserted into a sorted list in the
-    order of the first ones, which takes O(n log n) comparisons, like the merge sort of Knight (JASA
-    61, 1966).
+        tau-b = (concordant - discordant) / sqrt((N - ties in x) (N - ties in y))
+
+    The formula (Kendall, Biometrika 33, 1945) counts combinations of two of the n pairs; N is the
+    number of all combinations. The y values are inserted into a sorted list in the order of x. This
+    takes O(n log n) comparisons, like the merge sort of Knight (JASA 61, 1966).
     """
     sorted_ys: list[float] = []
     balance = 0

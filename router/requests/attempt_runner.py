@@ -246,10 +246,10 @@ class AttemptRunner:
     ) -> bool:
         """Send the Start messages of these choices; return False if no stream to the worker exists.
 
-        The first message omits the chunks of ``prefix``. The others omit all chunks that the
-        choices have in common, because the worker gets these from the first message, and the files
-        of the images. If the choices are long, some are sent now and the others in later turns of
-        the event loop.
+        The first message omits the chunks whose hashes are in ``prefix``. The others omit the image
+        files and all chunks that the choices share, because the worker gets these from the first
+        message. At most ``_TOKENS_PER_TURN`` tokens, or one longer message, are sent now. The other
+        choices follow in later turns of the event loop, each of which sends the image files again.
         """
         shared = self._chunk_hashes(live) if len(choices) > 1 else ()
         starts: list[session_pb2.Start] = []

@@ -188,7 +188,11 @@ class ReportFinished(NamedTuple):
 
 
 class ReportSessionOutput(NamedTuple):
-    """Effect: report to the leader the output of a request that has ended, if it has a session."""
+    """Effect: report to the leader the number of output tokens of a request at its end.
+
+    The leader counts them for the client session of the request. Nothing is reported if the request
+    has no session or no output.
+    """
 
     live: LiveRequest
 
@@ -336,9 +340,9 @@ class Attempts:
     def on_stale(self, live: LiveRequest | None) -> list[Effect]:
         """Reconcile a request with the ledger because the leader had an outdated state of it.
 
-        For example, the ledger refused to dispatch the request because it was not queued, or
-        another router has reported the request or owns it. Do nothing if the request is not waiting
-        at this router.
+        Possible causes: the ledger refused the leader's dispatch because the request was not
+        queued; another router owns the request, or has reported it to the leader. Do nothing if the
+        request is not waiting at this router, or if this router does not own it (``live`` is None).
         """
         if live is None or live.phase is not Phase.WAITING:
             return []
@@ -357,7 +361,7 @@ class Attempts:
         return self._remove(live, "moved", "preempted, and moved", now)
 
     def on_evict(self, eviction: session_pb2.Eviction, now: float) -> list[Effect]:
-        """Abort a request and release it, because a request of a higher class needs its slot.
+        """Abort a request at its worker and requeue it: a request of a higher class needs its slot.
 
         An eviction does not count towards the limit of moves to other workers. Return no effects if
         no request runs under the eviction's epoch.
@@ -390,10 +394,12 @@ class Attempts:
     ) -> list[Effect]:
         """Handle a worker's progress report of one choice, including its new output.
 
-        If the choice does not run under the report's epoch, only abort the choice at the worker. If
-        no request runs under this epoch, abort all choices of the attempt. Do neither if the worker
-        has stopped the choice already. If the report leaves a gap in the output, release the
-        request as lost.
+        The report is discarded if the choice does not run under the report's epoch. The choice is
+        then aborted at the worker, or the whole attempt if no request runs under this epoch. No
+        abort is sent if the worker has already stopped the choice.
+
+        The request is released as lost if the report leaves a gap in the output, or if requested
+        log probabilities are missing.
         """
         live = self.running.get(progress.epoch)
         if live is None or progress.choice not in live.at_worker:
@@ -422,8 +428,9 @@ class Attempts:
         return effects
 
     def on_incomplete(self, worker_id: str, epoch: int, choices: Sequence[int]) -> list[Effect]:
-        """Send choices to their worker again, because it lacks tokens that were left out.
+        """Send choices to their worker again with all tokens, because the worker lacks some.
 
+        Earlier Start messages omitted tokens that were expected in the worker's prefix cache.
         Choices that do not run at a worker under this epoch were aborted meanwhile and are ignored.
         """
         if (live := self.running.get(epoch)) is None:
@@ -517,12 +524,12 @@ class Attempts:
         return [Release(live, live.epoch, loss, was_in_step, delay_s)]
 
     def max_losses(self, release: Release) -> int | None:
-        """Count the loss of a release, and return the argument ``max_losses`` for Ledger.release.
+        """Count the loss that caused a release; return ``max_losses`` for LedgerClient.release.
 
-        The ledger ends a request as failed when its number of losses reaches ``max_losses``. If
-        this router decides that there are too many losses, return the number that the ledger
-        reaches with this loss. Return None (no limit) in all other cases, and if the release was
-        not caused by a loss.
+        The ledger ends a request as failed when its number of losses reaches ``max_losses``. The
+        result is the ledger's number including this loss if the limits of this router are reached,
+        so that the request ends. Return None (no limit) otherwise, and if no loss caused the
+        release.
         """
         live = release.live
         if release.loss is None:
@@ -667,9 +674,10 @@ def _has_tops(logprobs: Sequence[pb.TokenLogprobs], num_top: int | None) -> bool
 
 
 def _lacks_prompt_logprobs(live: LiveRequest, num_new: int) -> bool:
-    """Return whether requested log probabilities of the prompt lack more than ``num_new`` tokens.
+    """Return whether the prompt lacks requested log probabilities even with ``num_new`` new ones.
 
-    All of them have to be reported before the first output token.
+    The result is False if none are requested. The log probabilities of the prompt must be complete
+    before the first output token.
     """
     num_known = 1 + len(live.prompt_logprobs) + num_new
     return live.lacks_prompt_logprobs and num_known < len(live.request.prompt_ids)

@@ -1,7 +1,9 @@
 """Effect of interruptions on the output of a request. Pure.
 
-The results of a worker have the same bits in any batch if its ``arithmetic`` has a name. If all
-attempts of a request had the same arithmetic, the output is that of an uninterrupted request.
+A worker names its numerical arithmetic (``WorkerInfo.arithmetic``). Workers with the same name and
+fingerprint compute the same bits in any batch. The name is empty if the bits depend on the batch.
+Interruptions do not change the output of a request if all its attempts had the same arithmetic and
+the name is not empty.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ _VARIES = 1
 
 
 def arithmetic_with(arithmetic: int, worker: str | None, *, has_output: bool) -> int:
-    """Return the arithmetic of a request after another attempt begins.
+    """Return the number that identifies a request's arithmetic after another attempt begins.
 
-    ``arithmetic`` is that of the earlier attempts. ``worker`` is that of the attempt's worker, None
-    if unknown. ``has_output`` is whether earlier attempts generated tokens that are kept.
+    ``arithmetic`` is this number after the earlier attempts. ``worker`` is the name of the
+    arithmetic of the new attempt's worker; None if unknown, which leaves the number unchanged.
+    ``has_output`` states whether earlier attempts generated tokens that are kept. The result is
+    _VARIES if there are such tokens and the arithmetic changes, or if the name is empty.
     """
     if worker is None:
         return arithmetic

@@ -81,9 +81,9 @@ def _is_head(piece: pb.GenerateResponse) -> bool:
 def _usage_only(piece: pb.GenerateResponse) -> pb.GenerateResponse | None:
     """Return a message with only the usage and timing of ``piece``; None if it has no usage.
 
-    The choice of ``piece`` has been delivered to its end already. Usage comes with the choice that
-    is delivered last. After the stream has continued at another router, this may be a choice that
-    the previous router has delivered.
+    ``piece`` belongs to a choice that the client has received to its end. Usage comes with the
+    choice whose end a router sends last. A router that continues the stream sends all ends again,
+    possibly in another order. The last choice may then be one that the client already has.
     """
     if not piece.HasField("usage"):
         return None

@@ -163,11 +163,11 @@ class LedgerClient:
         return await self._move(live, lambda: self._end(live, state, error))
 
     async def requeue(self, live: LiveRequest) -> Entry:
-        """Queue a request again in the ledger; return its entry after that.
+        """Queue a request again in the ledger; return the request's entry after that.
 
-        Call this if this router and the ledger disagree on the request's attempt. The router takes
-        the request over from itself. The ledger thereby ends its attempt, if it has one, and
-        refuses later tokens of it.
+        Call this if this router and the ledger disagree on the request's attempt. The request is
+        taken over in the ledger with this router as both the previous and the new owner. The ledger
+        thereby ends the current attempt, if there is one, and refuses later tokens of that attempt.
         """
         return await self._move(live, lambda: self._take_over_own(live))
 
@@ -192,13 +192,15 @@ class LedgerClient:
         )
 
     async def _move(self, live: LiveRequest, operation: Callable[[], Awaitable[Entry]]) -> Entry:
-        """Run ``operation`` until the ledger answers; return the ledger entry that it returns.
+        """Run ``operation`` until the ledger answers; return the entry that the operation returns.
 
-        If the ledger lost state of the request, restore the state and repeat the operation. If the
-        request is final in the ledger after the restoration, or could not be restored, return its
-        entry without repeating the operation. If the ledger contradicts what was streamed, end the
-        request with DataLoss. Raises UnknownRequest if this router neither owns the request nor has
-        ended it recently.
+        Restore state of the request that the ledger lost, and repeat the operation. Return the
+        ledger's entry without repeating the operation if the request is final in the ledger after
+        the restoration, or could not be restored. End the request with DataLoss if the ledger
+        contradicts what was streamed.
+
+        Raises UnknownRequest if the ledger lacks the request, and this router neither owns the
+        request nor has ended it recently.
         """
         while True:
             acknowledged = _acknowledged(live)

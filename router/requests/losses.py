@@ -4,11 +4,12 @@ Two limits end a request that may itself cause the losses. ``max_losses`` counts
 request was in an engine step, because these identify a request that crashes its workers.
 ``max_losses_total`` counts all losses, because a request can also crash a worker outside a step.
 
-A worker that crashes in a sequence's first step may not have reported that step. The first loss in
-a row is therefore counted as a loss in a step, even if the worker reported no step. In later
-attempts, the worker must report the first step and wait for a confirmation before it runs that step
-(``need_confirmation``). A loss without a report is then a loss outside a step. If ``max_losses`` is
-1, this also applies to the first attempt.
+A worker that crashes in a sequence's first step may not have reported that step. The first crash
+since the last new token therefore counts as a loss in a step, even without a report. The next
+attempts require a confirmation (``need_confirmation``): the worker reports the first step, and
+waits a short time for this router's confirmation before it runs the step. A crash without a report
+then counts as a loss outside a step. The first attempt also requires a confirmation if
+``max_losses`` is 1.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Losses:
     """Counts the losses of one request since its last new token.
 
     ``in_a_row`` counts all losses, and ``in_step`` only those in which the request was in an engine
-    step. Both counts restart at a loss if the request has received new output tokens before it.
+    step. Both counts restart at the first loss after new output tokens, not at the tokens.
     """
 
     def __init__(self) -> None:
@@ -38,9 +39,10 @@ class Losses:
     def need_confirmation(self, num_tokens: int, config: RouterConfig) -> bool:
         """Return whether the worker of the next attempt must wait before the request's first step.
 
-        The worker then runs this step only when this router has confirmed the report of the step.
-        This is necessary if the request has no new tokens since its last loss, or if ``max_losses``
-        is 1. ``num_tokens`` is the request's number of output tokens now.
+        The worker then reports the step, and runs it when this router has confirmed the report, or
+        after a short time without a confirmation. The wait is necessary if the request has no new
+        tokens since its last loss, or if ``max_losses`` is 1. ``num_tokens`` is the request's
+        number of output tokens now.
         """
         return num_tokens <= self._num_tokens or config.max_losses == 1
 

@@ -238,7 +238,8 @@ class Requests:
         instead of the client. ``explains`` adds the time breakdown to the last message.
 
         Raises OffsetOutOfRange if there are more offsets than choices, if an offset is negative, or
-        if it exceeds the readable tokens or, with a digest, the request's max_tokens.
+        if it exceeds its limit. The limit is the request's max_tokens for an offset with a digest,
+        and else the choice's number of readable tokens.
         """
         reader = ChoiceReader(live, offsets, digests, explains=explains)
         self._deliveries.track(live)
@@ -294,9 +295,9 @@ class Requests:
     async def forget(self, request_id: str) -> None:
         """Erase a request, after cancelling it if it is unfinished.
 
-        Another router that has served the same session may still reuse the token ids in later
-        prompts of the session, until ``ledger.retention`` seconds after it last stored them in its
-        memory. No client can read them.
+        Other routers that have served the same session may keep the request's token ids in memory,
+        and reuse the ids in later prompts of the session. The reuse ends ``ledger.retention``
+        seconds after the router last stored the ids. No client can read the ids.
 
         Do nothing if an earlier call erased the request recently. Raises UnknownRequest and
         LedgerUnavailable, and Elsewhere or Moved if another router owns the request. An ended

@@ -1,4 +1,4 @@
-"""Messages about a request for workers, and its descriptions for the leader."""
+"""Messages to workers about a request, and descriptions of requests for the leader."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def start(
     """Return the message that makes a worker start a choice, or resume it after earlier output.
 
     ``prefix`` has the hashes of the leading chunks that the worker is expected to have in its
-    prefix cache. The tokens of these chunks are left out. ``has_images``: the message has the files
-    of the images, which another message of the attempt has otherwise.
+    prefix cache. The tokens of these chunks are left out. If ``has_images`` is false, the message
+    has only the digests of the images, because another message of the attempt has their files.
     """
     request = live.request
     num_omitted = len(prefix) * CHUNK_SIZE

@@ -167,7 +167,10 @@ class Choice:
         return bool(self._epochs) and offset <= self._epochs[-1][0]
 
     def mark_stored(self, count: int) -> bool:
-        """Record that ``count`` tokens are in the ledger; return whether more are readable now."""
+        """Record that the first ``count`` tokens are in the ledger.
+
+        Return whether more tokens are readable than before.
+        """
         self.stored = max(self.stored, count)
         return self._make_readable(self.stored)
 
@@ -417,7 +420,7 @@ class LiveRequest:
     def chunk_hashes(self) -> Sequence[bytes]:
         """Return the hashes of the chunks of the known tokens that all choices have in common.
 
-        These are the tokens of the prompt and, of a request with a single choice, of its output.
+        The common tokens are the prompt and, if the request has a single choice, also its output.
         The list is empty while log probabilities of the prompt must be computed.
         """
         if self.lacks_prompt_logprobs:
@@ -510,8 +513,8 @@ class LiveRequest:
     ) -> None:
         """Record a dispatch: a worker receives the unfinished choices under a new epoch.
 
-        ``neighbours`` and ``occupants`` are ids of the tenant's other requests, at the same worker
-        and at other workers.
+        ``neighbours`` are ids of the tenant's other requests at the same worker. ``occupants`` are
+        ids of the tenant's requests at other workers.
         """
         self.phase = Phase.RUNNING
         self.accepted, self.avoid = True, ""

@@ -46,9 +46,11 @@ class ServedModels:
         return [*self._by_client_name]
 
     def requested(self, name: str) -> ServedModel:
-        """Return the model for which a client asks with ``name``, which may be empty.
+        """Return the model that clients ask for by ``name``; the first model if ``name`` is empty.
 
-        Raises UnknownModel, or RouterStopping while another cluster takes over or is replaced.
+        Raises UnknownModel if no model has the name. Raises RouterStopping instead while this
+        cluster replaces another or is replaced (``is_switching``), because the other cluster may
+        serve the model.
         """
         if not name:
             return self.first
@@ -92,7 +94,11 @@ class ServedModels:
         return model
 
     def resolve(self, submission: Submission, turns: Sequence[Turn] = ()) -> Request:
-        """Return a submission's request for its model (``ServedModel.resolve``)."""
+        """Return a submission's request, completed and checked by its model.
+
+        ``turns`` are earlier turns of the submission's session. Raises the errors of ``requested``
+        and of ``ServedModel.resolve``.
+        """
         return self.requested(submission.model).resolve(submission, turns)
 
     def assume_limits(self, last: Iterable[session_pb2.WorkerInfo]) -> None:

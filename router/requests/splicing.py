@@ -253,8 +253,9 @@ def _divisible(
 ) -> Prefix:
     """Return the part of a prompt before its last special token.
 
-    It is empty if no token after the first one is special, or if the rest of the text alone has
-    other token ids.
+    The part is empty if no token after the first one is special, or if no text precedes the special
+    token. The part is also empty if the rest of the text, tokenised alone, has token ids that
+    differ from the last ones in ``ids``.
     """
     boundaries = tokenizer.boundaries
     last = next((place for place in range(len(ids) - 1, 0, -1) if ids[place] in boundaries), 0)

@@ -331,9 +331,9 @@ class LiveSource(Source):
     def poll(self) -> pb.GenerateResponse | None:
         """Return the next piece that can be read now, or None.
 
-        Raises the request's error after all pieces before the error. Raises DataLoss if tokens
-        before an offset do not match their digest, or if a choice has ended with fewer tokens than
-        its offset.
+        Raises the request's error when all readable pieces have been returned. Raises DataLoss if
+        tokens before an offset do not match their digest, or if a choice has ended with fewer
+        tokens than its offset.
         """
         if (piece := self._head) is not None:
             self._head = None

@@ -90,7 +90,9 @@ class Submissions:
 
         Raises RequestConflict if the id exists with another body, and Elsewhere if another router
         owns the existing request. Raises QueueFull, DeadlineUnmeetable, RateLimited or LedgerFull
-        if the request is rejected, and RouterStopping or LedgerUnavailable.
+        if the request is rejected, and RouterStopping or LedgerUnavailable. Raises Moved if another
+        router takes over or discards the existing request meanwhile. Raises UnknownModel if the
+        existing request has ended and its model is no longer served.
         """
         async with self._registry.locks.hold(request.request_id):
             if (known := self._registry.known(request.request_id)) is not None:
@@ -196,8 +198,8 @@ class Submissions:
         """Charge the request to its tenant's quota; return whether it was charged now.
 
         Return False if the tenant has no limits, if the request was charged before, or if the
-        limits are exceeded but the ledger already has the request. Raises RateLimited if the limits
-        are exceeded by a new request, LedgerFull and LedgerUnavailable.
+        limits are exceeded but the ledger already has the request. Raises RateLimited if a new
+        request exceeds the limits. Also raises LedgerFull and LedgerUnavailable.
         """
         try:
             return await self._quotas.charge(request)

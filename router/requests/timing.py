@@ -107,9 +107,10 @@ class WorkerConnection(Protocol):
     """Connection to a worker.
 
     ``last_message_at`` is the arrival time of the worker's last message. ``decoding`` is the
-    cumulative time breakdown that the worker last reported. It sums, over all steps since the
-    worker's start, the average times of the sequences that decoded in the step. ``arithmetic`` is
-    that of its WorkerInfo, and None if the worker is unknown.
+    cumulative time breakdown that the worker last reported. The breakdown sums, over all steps
+    since the worker's start, the average times of the sequences that decoded in the step.
+    ``arithmetic`` is the name of the worker's numerical arithmetic (``WorkerInfo.arithmetic``). The
+    name is empty if results depend on the batch, and None if the worker is unknown.
     """
 
     @property
@@ -502,8 +503,9 @@ class Journal:
     ) -> None:
         """Record a dispatch of a request with ``known_tokens`` tokens of prompt and outputs.
 
-        ``neighbours`` and ``occupants`` are ids of the tenant's other requests, at the same worker
-        and at other workers. Occupants are kept only if the request waited for capacity.
+        ``neighbours`` are ids of the tenant's other requests at the same worker. ``occupants`` are
+        ids of the tenant's requests at other workers. Occupants are kept only if the request
+        waited for capacity.
         """
         queue_wait = message.queue_wait if message.HasField("queue_wait") else None
         shares = {} if queue_wait is None else dict(queue_shares(queue_wait))
@@ -544,7 +546,7 @@ class Journal:
             self._attempts[-1].add_breakdown(breakdown)
 
     def progress(self, message: session_pb2.Progress) -> None:
-        """Record a worker's report that KV blocks changed or that the first token is ready.
+        """Record a worker's report on the prefill, the first token, preemption or recomputation.
 
         Do nothing if no worker has the request.
         """
@@ -674,9 +676,10 @@ class Journal:
             self._until = until
 
     def _merge_attempts_up_to(self, attempt: int) -> None:
-        """Replace the spans of all attempts up to the number ``attempt`` by their sums by kind.
+        """Merge the spans of the attempts 1 to ``attempt`` into one sum of seconds for each kind.
 
-        Spans before the first attempt are kept one by one.
+        Spans before the first attempt are kept one by one. Attempts that previous routers recorded
+        are only counted from now on (``earlier_dropped``).
         """
         self.earlier_dropped += len(self.earlier_attempts)
         self.earlier_attempts = ()
@@ -721,7 +724,7 @@ class RequestTimes:
         self._readable_since: dict[int, float] = {}
 
     def age_s(self, now: float) -> float:
-        """Return the seconds since the call."""
+        """Return the seconds from the client's call, which submitted the request, to ``now``."""
         return now - self._journal.called_at
 
     # events

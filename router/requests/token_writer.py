@@ -191,7 +191,7 @@ class TokenWriter:
             live.make_all_readable(choice, now())
 
     def write_unstored(self, live: LiveRequest) -> None:
-        """Queue all output that the ledger does not have for the next write to the ledger."""
+        """Queue all output that the ledger lacks, as part of the next write to the ledger."""
         for choice in live.choices:
             if not choice.is_stored:
                 self._appender.add(live, live.append(choice, choice.stored))

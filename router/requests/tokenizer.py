@@ -169,7 +169,7 @@ class HuggingFaceTokenizer:
 
 
 class _WithSpecialTokens:
-    """View of a tokenizer in which special tokens are text."""
+    """View of a tokenizer that decodes special tokens to their texts instead of omitting them."""
 
     def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
         self._base = tokenizer
@@ -332,7 +332,10 @@ class ServedModel:
         self._update_digests()
 
     def set_catalogue(self, entries: Mapping[str, AdapterEntry]) -> None:
-        """Serve those adapters of ``entries`` that are this model's, besides its own."""
+        """Serve the adapters of ``entries`` that adapt this model, besides those of the settings.
+
+        The entries of an earlier call are replaced.
+        """
         configured = {
             name: source for name, source in self.adapters.items() if name not in self._catalogue
         }
@@ -378,7 +381,7 @@ class ServedModel:
 
     @property
     def names(self) -> list[str]:
-        """Return all names that clients may use: of the model, its own first, and of adapters."""
+        """Return all names that clients may use: model name, aliases, then names of adapters."""
         return [*dict.fromkeys((self.name, *self.aliases, *self.adapters))]
 
     def parent_of(self, name: str) -> str | None:
@@ -420,12 +423,15 @@ class ServedModel:
     def with_fingerprint(self, request: Request, *, has_output: bool) -> Request:
         """Return the request with the fingerprint of the model that workers announced.
 
-        ``has_output`` states whether the request has output already. If not, it also gets the
-        present version of its adapter. Otherwise it keeps its version: workers that load adapters
-        at run time load that one. Raises UnknownModel if the request is for an adapter that is no
-        longer served, or if its output was generated under another fingerprint, that is, with other
-        weights, another tokenizer or other settings. A fingerprint that is not known yet matches
-        every other one.
+        ``has_output`` states whether the request has output already. A request without output also
+        gets the present version of its adapter. A request with output keeps its adapter's version,
+        which workers that load adapters at run time can still load.
+
+        Raises UnknownModel if the adapter is no longer served, or if the request has output of
+        another fingerprint or adapter version. Another fingerprint means other weights, another
+        tokenizer or other settings. The adapter is not checked if the request has output, the
+        version is known, and a connected worker loads adapters at run time. A fingerprint or
+        version that is not known yet matches every other one.
         """
         request = self._with_adapter(request, has_output=has_output)
         if self.fingerprint in ("", request.fingerprint):
@@ -456,10 +462,13 @@ class ServedModel:
     def resolve(self, submission: Submission, turns: Sequence[Turn] = ()) -> Request:
         """Return a submission's request, with all defaults filled in and all limits checked.
 
-        ``turns`` are earlier turns of its session, whose token ids its prompt reuses.
+        ``turns`` are earlier turns of the submission's session; the prompt reuses their token ids.
 
-        Raises NoWorker if no connected worker serves its adapter. Raises EmptyPrompt,
-        PromptTooLong, ContextLengthExceeded, or OutOfRange for an invalid token id or parameter.
+        Raises NoWorker if workers are connected but none has announced the adapter, and no operator
+        has loaded it. Raises EmptyPrompt, PromptTooLong or ContextLengthExceeded, and OutOfRange
+        for an invalid token id, parameter, or number or size of images. Raises UnsupportedContent
+        if the model takes no images. Raises InvalidRequest if a bad word has no tokens, or if the
+        restrictions may leave no token to sample.
         """
         self._check_adapter(submission.adapter)
         self.check_images(submission.images)

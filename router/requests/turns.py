@@ -30,7 +30,10 @@ class SessionKey(NamedTuple):
 
     @classmethod
     def of(cls, request: Submission | Request, model: str) -> SessionKey:
-        """Return the key of a request for ``model``, which other models tokenise differently."""
+        """Return the key of a request for ``model``.
+
+        The model is part of the key, because models tokenise the same text differently.
+        """
         return cls(tenant_of(request.request_id), request.session_id, request.salt, model)
 
 

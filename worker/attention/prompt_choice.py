@@ -47,7 +47,7 @@ _LARGEST_ERROR = 0.02
 
 
 class _CacheKind(NamedTuple):
-    """Properties of a KV cache on which it depends whether kernels work with it."""
+    """Properties of a KV cache that determine whether third-party kernels work with the cache."""
 
     kv_heads: int
     head_dim: int

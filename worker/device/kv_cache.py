@@ -91,10 +91,11 @@ def _advise_huge_pages(tensor: Tensor) -> None:
 
 
 def _prefault(tensor: Tensor) -> None:
-    """Make the kernel allocate the first memory pages of ``tensor``, a few at a time.
+    """Make the kernel allocate the memory pages of the first ``_PREFAULT_BYTES`` of ``tensor``.
 
-    Other threads can allocate memory between two madvise calls. Does nothing if the kernel does not
-    support MADV_POPULATE_WRITE.
+    Each madvise call allocates ``_PREFAULT_STEP_BYTES``, so that other threads can allocate memory
+    between two calls. Stops at the first call that the kernel refuses, and thus does nothing if the
+    kernel does not support MADV_POPULATE_WRITE. Does nothing on other systems than Linux.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -1,8 +1,8 @@
 """Slots of an engine for LoRA adapters that are loaded and unloaded between steps. Pure.
 
 Rank 0 orders a load with ``AdapterLoad``. Every rank then reads its share of the adapter in a
-thread. When rank 0 has read its own, it orders all ranks to fill the slot; that happens once all of
-them have read theirs.
+thread. Rank 0 orders all ranks to fill the slot as soon as it has read its own share. The order is
+repeated until all ranks have read their shares; the slot is filled then.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from everlift.v1 import session_pb2
 def first_digests(adapters: Mapping[str, str], num_slots: int) -> list[str]:
     """Return the digests of the adapters that fill the slots at the start, in order of the slots.
 
-    ``adapters`` has the digests of the setting ``adapters`` by name. Adapters with the same files
-    share a slot.
+    ``adapters`` maps the name of each adapter in the setting ``adapters`` to the digest of its
+    files. Adapters with the same digest share a slot. The result has at most ``num_slots`` digests.
     """
     return [*dict.fromkeys(adapters.values())][:num_slots]
 
@@ -63,7 +63,7 @@ class AdapterSlots(Protocol):
 
     @property
     def is_reading(self) -> bool:
-        """Return whether an adapter is read, or waits for its slot to be filled."""
+        """Return whether an adapter is being read, or a slot waits to be filled."""
         ...
 
     def read(self, load: AdapterLoad) -> None:
@@ -71,12 +71,14 @@ class AdapterSlots(Protocol):
         ...
 
     def read_slots(self) -> list[int]:
-        """Return the slots whose adapters this rank has read, or could not read."""
+        """Return the slots to fill, whose adapters this rank has read or could not read."""
         ...
 
     def fill(self, slot: int) -> AdapterLoaded | None:
-        """Fill a slot, if all ranks have read its adapter; return None if one is still reading.
+        """Fill a slot with the adapter read for it; return None if a rank is still reading.
 
-        A collective: all ranks must call it. If a rank could not read it, the slot stays empty.
+        All ranks must call this method together, for a slot in ``read_slots`` of rank 0. The slot
+        stays empty on all ranks, and the result has an error, if any rank could not read or place
+        the adapter.
         """
         ...

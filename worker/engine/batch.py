@@ -237,19 +237,19 @@ class Batch:
     def invalidate_row(self, sequence: Sequence) -> None:
         """Drop from the prefix cache the blocks of a sequence whose row failed.
 
-        The content of these blocks may be wrong. Prefix-cache hits that the sequence shares with
-        other sequences stay.
+        The content of these blocks may be wrong. Blocks that the sequence took from the prefix
+        cache stay there if another sequence also uses them.
         """
         for index, block in enumerate(sequence.block_table):
             if index >= sequence.num_hits or not self._pool.is_shared(block):
                 self._pool.invalidate(block)
 
     def invalidate_removed(self, sequence: Sequence, num_computed: int) -> None:
-        """Drop from the prefix cache the blocks of a sequence removed before its row failed.
+        """Drop from the prefix cache the blocks of a removed sequence whose row failed afterwards.
 
         The slot and blocks of the sequence may belong to other sequences by now. The blocks are
-        therefore found by the hashes of the sequence's first ``num_computed`` tokens. Blocks that
-        the sequence shared as prefix-cache hits stay if another sequence uses them.
+        therefore found by the block hashes of its first ``num_computed`` tokens. A block that the
+        sequence took from the prefix cache stays there if another sequence uses it.
         """
         for index in range(num_computed // BLOCK_SIZE):
             block_hash = sequence.block_hash(index)

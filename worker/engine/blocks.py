@@ -121,9 +121,9 @@ class BlockPool:
         return self._free.num_retained_after(now, num_allocated)
 
     def num_before_chunk(self, most: int) -> int:
-        """Return how many blocks, at most ``most``, can be allocated without evicting a chunk.
+        """Return how many blocks, up to ``most``, can be allocated without evicting a cached chunk.
 
-        The result is a lower bound: it holds no matter which sessions' retentions end meanwhile.
+        The result is a lower bound, even if sessions cease to retain free blocks meanwhile.
         """
         for number, blocks in enumerate(zip_longest(*self._free.next_blocks())):
             if number == most:

@@ -1,13 +1,14 @@
 """Time that each decoding sequence would have taken alone, computed from sums over steps. Pure.
 
-Alone means in steps without any other sequence. In step n, a row (a sequence's part of the step) of
-one token at position p would have taken ``base + slope * (p + 1)`` seconds alone. In the next step
-the same sequence is one position further. The time of a sequence since an earlier step therefore
+Alone means in steps without any other sequence. A row (a sequence's part of the step) of one token
+at position p would have taken ``base + slope * (p + 1)`` seconds alone in step n. The same sequence
+is one position further in the next step. The time of a sequence since an earlier step therefore
 follows from how much three sums over steps have grown since that step:
 
-    seconds = base + offset * slope + moment        base, slope: growth of the sums of these
+    seconds = bases + offset * slopes + moment      bases: growth of the sum of base
+                                                    slopes: growth of the sum of slope
                                                     moment: growth of the sum of slope * n
-                                                    offset: p + 1 - n, constant while it decodes
+                                                    offset: p + 1 - n, constant during decoding
 """
 
 from __future__ import annotations

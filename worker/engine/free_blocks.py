@@ -81,10 +81,11 @@ class FreeBlocks:
         return retained - max(0, num_popped - (len(self) - retained))
 
     def next_blocks(self) -> tuple[Iterator[int], Iterator[int]]:
-        """Return two iterators over blocks, from which the blocks of the next pops can be bounded.
+        """Return two iterators over blocks that limit which blocks the next pops can return.
 
-        For every n, each block of the next n pops is among the first n blocks of at least one of
-        the iterators. This holds no matter which retentions end meanwhile.
+        Each block of the next n pops is among the first n blocks of at least one of the iterators,
+        for every n. The guarantee holds until a block is added or removed, no matter which
+        retentions end meanwhile.
         """
         retained = (session.blocks for session in self._sessions.values())
         return iter(self._ordinary), chain(self._lapsed, chain.from_iterable(retained))
@@ -109,11 +110,11 @@ class FreeBlocks:
         self._ordinary.move_to_end(block, last=False)
 
     def add(self, blocks: Sequence[int], session: int) -> None:
-        """Add cached blocks, in the order of reuse, that ``session`` used until now (0: none).
+        """Add cached blocks in the order of reuse; ``session`` used them until now (0: none).
 
-        The session then retains these blocks, and the retention of its other blocks restarts. If
-        there is no session, a block returns to the session that used it last, provided that this
-        session still retains blocks.
+        The session then retains these blocks, and the retention of its other blocks restarts.
+        A block added without a session returns to the session that used it last, provided that the
+        retention of that session has not ended. The block becomes an ordinary one otherwise.
         """
         self._age += 1
         if session in self._sessions or (session and blocks):

@@ -1,12 +1,12 @@
 """A step that the device computes while the host plans the next one. Pure.
 
     planned    --launch-->  its rows count as computed, and UNKNOWN stands for each sampled token
-    in flight  --commit-->  the state before the launch is restored; sampled tokens can be committed
+    in flight  --commit-->  both changes are undone, so that the real results can be applied
 
-Between launch and commit no sequence is preempted, but sequences may be removed. The tokens that
-the rows of removed sequences sampled are discarded. Their blocks may already belong to other
-sequences, which is safe because the device runs steps in order and the new owners write to them in
-a later step.
+No sequence is preempted between launch and commit, but sequences may be removed. The tokens that
+the rows of removed sequences sampled are discarded. The blocks of removed sequences may already
+belong to other sequences. Such reuse is safe because the device runs steps in order and the new
+owners write to the blocks in a later step.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class InFlightStep:
     def removed_failures(self, results: Several[RowResult]) -> list[tuple[Sequence, int]]:
         """Return each removed sequence whose row failed, with its number of computed tokens.
 
-        ``results`` are the results of all rows. The number of computed tokens is the value that it
-        would have had after this step.
+        ``results`` are the results of all rows. The number of computed tokens is the value that
+        ``num_computed`` would have had if the row had succeeded.
         """
         rows = self.plan.rows
         columns = (self._sequences, self._is_present.tolist(), rows.known_ends.tolist(), results)
@@ -64,7 +64,11 @@ class InFlightStep:
         ]
 
     def launch(self) -> None:
-        """Count the tokens of the rows as computed, and append UNKNOWN where a row samples."""
+        """Count the tokens of the rows as computed, in the sequences and in the slot table.
+
+        The placeholder UNKNOWN is appended to the tokens of each sequence whose row samples. Rows
+        of removed sequences are skipped.
+        """
         rows = self.remaining_plan().rows
         columns = (rows.slots, rows.known_ends, rows.samples)
         for slot, end, samples in zip(*(column.tolist() for column in columns), strict=True):

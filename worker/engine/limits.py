@@ -51,10 +51,10 @@ class Limits:
     ``max_num_seqs`` and ``max_num_batched_tokens`` limit the sequences and the tokens of one step.
     ``watermark_blocks`` is the number of blocks that must stay free when a sequence is admitted
     while others are in the batch. All sessions together retain at most ``max_retained_blocks`` free
-    blocks, and each session for ``session_retention_s`` seconds. ``adapters`` has the digests of
-    the LoRA adapters that the engine was started with, by name, and it has up to
-    ``num_adapter_slots`` adapters in memory (0: it serves just those). A request may have
-    ``max_images`` images.
+    blocks, and each session for ``session_retention_s`` seconds. ``adapters`` maps the name of each
+    LoRA adapter that the engine was started with to its digest. The engine has at most
+    ``num_adapter_slots`` adapters in memory at once; with 0 slots, the engine serves only those in
+    ``adapters``. A request may have ``max_images`` images.
     """
 
     num_blocks: int

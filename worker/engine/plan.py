@@ -91,9 +91,10 @@ class Rows:
 
     There are n rows with T tokens in total. ``tokens`` [T] has the tokens of the first row, then
     those of the second, and so on. The columns [n] have one element per row: ``counts`` is the
-    number of its tokens, at least one; ``slots``, ``starts``, ``num_drafts``, ``samples`` and
+    number of its tokens, at least one. ``slots``, ``starts``, ``num_drafts``, ``samples`` and
     ``scores_prompt`` are the fields of Row. Iteration and indexing create Row objects. The token of
-    a row that decodes may be UNKNOWN.
+    a row that decodes may be UNKNOWN, a placeholder for the token that the previous step, still in
+    flight, samples in the same slot.
 
     ``tables`` int32 [slots, width] are block tables by slot: the block of position p of row i is
     ``tables[slots[i], p // BLOCK_SIZE]``. Entries beyond a row's last token have no meaning. The

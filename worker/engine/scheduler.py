@@ -261,11 +261,12 @@ class Scheduler:
     def _allocate_or_preempt(self) -> None:
         """Give every sequence in the batch the block that its last token needs.
 
-        If too few blocks are free, sequences are preempted: those of the lowest priority first, and
-        among these the one with the fewest computed tokens, which is the cheapest to recompute.
+        Blocks that hold only draft tokens are freed first if too few blocks are free. Sequences are
+        then preempted until enough are free. The lowest priority is preempted first, and within a
+        priority the sequence with the fewest computed tokens, which is the cheapest to recompute.
         Thus, among the sequences of the highest priority, the one with the most computed tokens is
-        never preempted. If only one sequence is preempted, it leaves too few free blocks to be
-        admitted again in the same step.
+        never preempted. A sequence that is the only one preempted cannot be admitted again in the
+        same step, because too few blocks are left free.
         """
         growing = self._batch.slot_table.lacking()
         lacking = len(growing)

@@ -1,8 +1,9 @@
 """Selection of the sequences of a step, and of the number of tokens of each. Pure.
 
-The batching policy decides the order. The token budget, free slots and free blocks limit the
-numbers. Slots whose grammar masks (the tokens that the grammar allows next) are not ready are held:
-nothing is sampled in them. If nothing else can be computed, one of them is exempted.
+The batching policy decides the order. The token budget, free slots and free blocks limit how many
+sequences and tokens are selected. A slot is held while its grammar mask (the tokens that the
+grammar allows next) is not ready: nothing is sampled in a held slot. One held slot is exempted if
+nothing else can be computed.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from worker.engine.sequence import Sequence
 
 
 class ScheduledChunk(NamedTuple):
-    """Part of a sequence to compute in a step: its next ``num_known`` tokens without KV.
+    """Part of a sequence to compute in a step: the first ``num_known`` tokens that have no KV yet.
 
-    They are tokens of its prompt or of its output so far.
+    All of these tokens are known: they belong to the prompt or to the output so far.
     """
 
     sequence: Sequence
@@ -118,9 +119,10 @@ class BatchSelection:
         return slots[~np.isin(slots, list(held_slots))] if held_slots else slots
 
     def _decode(self, slots: Ints) -> Ints:
-        """Publish the blocks that the next tokens of ``slots`` fill, and return ``slots``.
+        """Add the blocks that the next tokens of ``slots`` fill to the prefix cache.
 
-        A block is not published yet if the token that fills it is UNKNOWN.
+        A block is added later if the token that fills it is UNKNOWN: the step in flight samples it.
+        Return ``slots``.
         """
         for sequence in self._batch.at(self._batch.slot_table.filling(slots)):
             if not sequence.is_sampling:

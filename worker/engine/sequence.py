@@ -47,13 +47,15 @@ class Sequence:
     ``max_tokens`` limits the output. ``order`` numbers the sequences by arrival (smaller = earlier)
     and does not change when the sequence is preempted. Sequences with a larger ``priority`` are
     admitted earlier and preempted later. Only sequences with the same ``salt`` can share KV blocks,
-    because the salt is part of the hash of every block. When the sequence is finished, the session
-    with the number ``session`` retains its blocks (0: none). ``adapter`` is the name of the LoRA
-    adapter with which it is computed (empty: none), ``adapter_digest`` the digest of its files, and
-    ``adapter_source`` where they lie (``AdapterSource``; empty: unknown).
+    because the salt is part of the hash of every block. The session with the number ``session``
+    (0: none) retains the blocks of the sequence when the sequence is finished. ``adapter`` is the
+    name of the LoRA adapter with which the sequence is computed (empty: none). ``adapter_digest``
+    is the digest of the adapter's files, and ``adapter_source`` is their location
+    (``AdapterSource``; empty: unknown).
 
-    ``tokens`` has one placeholder for each of ``images``. The engine computes ``num_image_tokens``
-    additional tokens in their place, which the numbers of this class leave out.
+    ``tokens`` has one placeholder token for each of ``images``. The engine replaces the
+    placeholders by the images' own tokens, which are ``num_image_tokens`` more in total. All other
+    numbers of tokens in this class count only ``tokens``.
     """
 
     key: SequenceKey
@@ -206,10 +208,11 @@ class Sequence:
         self._check_length(limits)
 
     def position_of(self, num_tokens: int) -> int:
-        """Return the number of ``tokens`` to which ``num_tokens`` tokens of the engine correspond.
+        """Return how many of ``tokens`` the engine's first ``num_tokens`` tokens correspond to.
 
-        The engine's tokens include the additional tokens of all images, which are subtracted. The
-        result is therefore too small, and at least 0, until the last image has been computed.
+        The engine's tokens include ``num_image_tokens`` additional tokens. All of these are
+        subtracted, but the result is at least 0. The result is thus too small until the last image
+        has been computed.
         """
         return max(0, num_tokens - self.num_image_tokens)
 
@@ -433,8 +436,8 @@ class Sequence:
     def hashes_to_restore(self) -> list[bytes]:
         """Return the hashes of the full blocks that were computed when the sequence was preempted.
 
-        After several preemptions, those of the preemption with the most computed tokens count.
-        The list is empty if the sequence was never preempted.
+        The preemption with the most computed tokens is used if there were several. The list is
+        empty if the sequence was never preempted.
         """
         return [self.block_hash(i) for i in range(self.num_to_restore // BLOCK_SIZE)]
 
@@ -447,16 +450,17 @@ class Sequence:
         return self._hashes[index]
 
     def chunk_hashes(self) -> list[bytes]:
-        """Return the hash of each full chunk of the known tokens.
+        """Return the hash of each full prefix chunk (CHUNK_SIZE known tokens), in order.
 
-        The hashes of all full blocks are computed and kept for ``block_hash``.
+        The hash of a chunk is that of its last block. The hashes of all full blocks are computed
+        and kept for ``block_hash``.
         """
         parent, done = self._hashes[-1] if self._hashes else self.salt, len(self._hashes)
         self._hashes += block_hashes(self.tokens[done * BLOCK_SIZE :], parent)
         return self._hashes[BLOCKS_PER_CHUNK - 1 :: BLOCKS_PER_CHUNK]
 
     def chunk(self, number: int) -> Chunk:
-        """Return chunk ``number``, whose tokens must all be known."""
+        """Return prefix chunk ``number``, from 0, whose CHUNK_SIZE tokens must all be known."""
         first, end = number * BLOCKS_PER_CHUNK, (number + 1) * BLOCKS_PER_CHUNK
         parent = self.block_hash(first - 1) if number else self.salt
         self.block_hash(end - 1)  # also computes the earlier hashes
@@ -467,8 +471,9 @@ class Sequence:
 def num_omitted(start: session_pb2.Start, limits: Limits) -> int:
     """Return the number of leading tokens that a Start message leaves out.
 
-    Raises InvalidRequest if these tokens are not whole chunks, if they include output although the
-    message has prompt tokens, or if they exceed the context.
+    Raises InvalidRequest if the number is not a multiple of CHUNK_SIZE, or if output tokens are
+    left out but not all prompt tokens. Raises PromptTooLong, an InvalidRequest, if the number is
+    larger than ``limits.max_model_len``.
     """
     omitted = start.omitted_prefix
     count = omitted.num_prompt + omitted.num_output

@@ -86,18 +86,19 @@ class SlotTable:
     def mark_launched(self, slots: Ints, num_computed: Ints, samples: Flags) -> None:
         """Record that rows of ``slots`` [n] were launched, as if they had been computed.
 
-        ``num_computed`` [n] are the values after these rows. Where ``samples`` [n], the row samples
-        a token, and UNKNOWN is appended in its place.
+        ``num_computed`` [n] are the values after these rows. ``samples`` [n] tells which rows
+        sample a token. UNKNOWN, the placeholder for that token, is appended in their slots.
         """
         self._num_computed[slots] = num_computed
         self._num_known[slots] += samples
         self._last_tokens[slots[samples]] = UNKNOWN
 
     def commit_steps(self, slots: Ints, num_computed: Ints, sampled: Flags) -> None:
-        """Undo ``mark_launched``: set ``num_computed`` [n]; remove UNKNOWN where ``sampled`` [n].
+        """Undo ``mark_launched`` for the rows of ``slots`` [n].
 
-        The last token of a slot from which UNKNOWN was removed is invalid until ``write`` or
-        ``append_sampled`` sets it.
+        ``num_computed`` [n] are the values before these rows. ``sampled`` [n] tells which rows
+        sample a token; UNKNOWN is removed from their slots. The last token of these slots is then
+        invalid until ``write`` or ``append_sampled`` sets it.
         """
         self._num_computed[slots] = num_computed
         self._num_known[slots] -= sampled

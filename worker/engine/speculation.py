@@ -69,7 +69,7 @@ class NgramIndex:
 
 
 def continued(tokens: Sequence[int], index: int, count: int) -> tuple[int, ...]:
-    """Return ``count`` tokens from ``index`` on, repeated cyclically past the end of ``tokens``."""
+    """Return the first ``count`` tokens of an endless repetition of ``tokens[index:]``."""
     period = len(tokens) - index
     return tuple(tokens[index + at % period] for at in range(count))
 

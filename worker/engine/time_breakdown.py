@@ -64,10 +64,10 @@ class TimeBreakdown(NamedTuple):
         return sum(self.parts[: Part.STEPS])
 
     def to_proto(self, epoch: int = 0, choice: int = 0) -> session_pb2.TimeBreakdown:
-        """Return the breakdown as a message about one sequence.
+        """Return the breakdown as a message about one sequence, without ``until``.
 
-        ``epoch`` is the number of the attempt at its request, ``choice`` its index in the request.
-        Without them, the message is about no particular sequence. It does not contain ``until``.
+        ``epoch``, the id of the attempt, and ``choice``, the index in the request, identify the
+        sequence. The message is about no particular sequence if both are omitted.
         """
         return session_pb2.TimeBreakdown(
             epoch=epoch,

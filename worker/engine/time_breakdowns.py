@@ -356,11 +356,11 @@ class TimeBreakdowns:
     def _correct_positions(
         self, rows: Rows, chunks: Collection[_Chunk], waiting: Ints | None
     ) -> None:
-        """Correct the positions of slots in ``Decodes`` if a decoding row is at another position.
+        """Set the positions in ``Decodes`` to those of the decoding rows, if any of them differ.
 
-        Accepted drafts put rows beyond the position in ``Decodes``, and no row is before it, so it
-        is sufficient to compare sums of positions. ``waiting`` are the decoding slots that have no
-        row in the step, or None if there are none.
+        Accepted drafts move a row ahead of its position in ``Decodes``, and nothing moves a row
+        behind it, so comparing the sums of positions is sufficient. ``waiting`` are the decoding
+        slots that have no row in the step, or None if there are none.
         """
         expected = self._decodes.positions
         if waiting is not None:
@@ -385,7 +385,10 @@ class TimeBreakdowns:
         self._columns[Part.STEPS][absent] -= 1
 
     def _flush_decodes(self, slots: Ints) -> None:
-        """Move the decode times of ``slots`` from ``Decodes`` to the columns, and reset them."""
+        """Charge the seconds of ``slots`` in ``Decodes`` as decode time, and restart them at 0.
+
+        The same seconds are subtracted from the decode interference. All slots must be tracked.
+        """
         self._move(Part.DECODE_INTERFERENCE, Part.DECODE, slots, self._decodes.pop_seconds(slots))
 
     def _move(self, source: Part, target: Part, slots: Ints, seconds: Floats | float) -> None:

@@ -85,9 +85,10 @@ class Channel:
     def take_reply(self, matcher: int, waiting_since: float) -> bytes:
         """Wait for the next reply about ``matcher``, and return its body.
 
-        Raises EngineFailed if the reply is a refusal. Raises InvalidGrammar if the grammar process
-        has ended, or after the timeout. The timeout begins at ``waiting_since``, the monotonic time
-        at which the caller began to wait for this or any other grammar process.
+        Raises EngineFailed if the reply is a refusal: the sequence cannot follow the grammar.
+        Raises InvalidGrammar after the timeout, or if the grammar process has ended, for example
+        because it exceeded a limit. The timeout begins at ``waiting_since``, the monotonic time at
+        which the caller began to wait for this or any other grammar process.
         """
         deadline = waiting_since + self._timeout_s
         while not self._replies[matcher]:

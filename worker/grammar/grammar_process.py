@@ -260,7 +260,7 @@ def _return_stack() -> None:
 
 
 def _memory_bytes() -> int:
-    """Return the size of the process's data in bytes, or 0 on systems other than Linux."""
+    """Return the virtual memory of this process's data and stack in bytes; 0 if not on Linux."""
     if sys.platform != "linux":
         return 0
     return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()

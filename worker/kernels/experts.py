@@ -1,4 +1,8 @@
-"""Kernels around the products of a mixture of experts: choice, order by expert, and sum."""
+"""Kernels for a mixture of experts before and after its matrix products (``products``).
+
+The kernels choose the experts of each token, sort the pairs of token and expert by expert, and sum
+the results of the experts.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +61,8 @@ def sort_pairs(experts, offsets, pairs, number, BLOCK: tl.constexpr):
     """Sort the indices of ``number`` pairs of a token and an expert by expert, stably.
 
     ``experts`` [number] has the expert of each pair. There is one program per expert. Program e
-    writes to ``offsets[e]`` the number of pairs with smaller experts, and from ``pairs`` at this
-    offset on the indices of the pairs with expert e. The last program also writes
+    writes the number of pairs with smaller experts to ``offsets[e]``. The indices of the pairs with
+    expert e are written to ``pairs``, beginning at that offset. The last program also writes
     ``offsets[e + 1]``.
     """
     expert, last = tl.program_id(0), tl.num_programs(0) - 1

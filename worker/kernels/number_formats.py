@@ -12,10 +12,10 @@ import triton.language as tl
 
 @triton.jit
 def from_e4m3(codes, dtype: tl.constexpr):
-    """Return the numbers of ``codes`` int8, which are not NaN, in ``dtype``; the result is exact.
+    """Return in ``dtype`` the numbers that ``codes`` int8 stand for; the result is exact.
 
-    Exponent and mantissa are moved to their places in ``dtype``. A product then corrects the bias
-    of the exponent, which also turns subnormal numbers into normal ones.
+    No code may be NaN. Exponent and mantissa are moved to their places in ``dtype``. A product then
+    corrects the bias of the exponent, which also turns subnormal numbers into normal ones.
     """
     if dtype == tl.float32:
         bits = ((codes.to(tl.int32) << 24) >> 4) & -0x78100000
@@ -31,10 +31,11 @@ def from_e4m3(codes, dtype: tl.constexpr):
 
 @triton.jit
 def to_e4m3(x):
-    """Return the codes int8 of ``x`` fp32, rounded to nearest even and limited to 448; NaN stays.
+    """Return the e4m3 codes int8 of ``x`` fp32, rounded to nearest even; NaN stays NaN.
 
-    Below 2 ** -6 the numbers of e4m3 are multiples of 2 ** -9. There a large number is added, so
-    that the sum's last bit is worth that much.
+    Magnitudes above 448 become 448. The numbers of e4m3 below 2 ** -6 are multiples of 2 ** -9. A
+    large number is added to such a magnitude, in units of 2 ** -9, so that fp32 rounds the sum to
+    an integer.
     """
     size = tl.minimum(tl.abs(x), 448.0)
     small = (size * 512.0 + 12582912.0).to(tl.int32, bitcast=True) & 15

@@ -5,11 +5,11 @@
               matrix of BLOCK_ROWS queries, so that keys and values are read once for all of them
     split     a part of the positions to which the tile attends
 
-With one split a program writes the result. With several splits each program writes its sum and the
-state of its softmax, and ``merge_splits`` combines them. The number of programs depends on the
+A program writes the result if there is only one split. Otherwise each program writes its sum and
+the state of its softmax, and ``merge_splits`` combines them. The number of programs depends on the
 number of tiles but not on the lengths of the rows. A program without tokens ends at once.
 
-Keys and values of other positions are not read, because they may be NaN.
+Keys and values of positions to which the tile does not attend are not read: they may be NaN.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     split     a part of the inputs; ``sum_splits`` adds up the results of the splits
 
 The weights are the left operand of a product of matrices, so that they can be decoded in registers,
-and so that few rows of x waste no operations.
+and so that few rows of x need little padding.
 
 The rows of an expert follow each other, and those of the next expert begin right after them. A
 program finds its expert and its rows from ``offsets`` alone, so that the host need not know how
@@ -64,27 +64,31 @@ def multiply_tiles(
     TOKENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Write ``x`` @ weight.T + bias, or the gate of it, to ``out`` [rows, outputs].
+    """Write ``x`` @ weight.T + bias, gated if ACTIVATION is a name, to ``out`` [rows, outputs].
 
-    ``x`` is [n, INPUTS], with ``x_stride``. With HAS_X_SCALES it has codes of e4m3, and
-    ``x_scales`` fp32 [n, groups] are their scales.
+    ``tiles`` is the number of tiles with different rows. ``x`` is [n, INPUTS]; its rows are
+    ``x_stride`` elements apart. HAS_X_SCALES means that ``x`` has codes of e4m3, whose scales are
+    ``x_scales`` fp32 [n, groups].
 
     ``codes`` are [outputs, STRIDE]: numbers of the type of ``x``, codes of 8 bits, or words with 8
     codes of 4 bits, as worker.model.kernel_linear orders them. CODES is plain, or a CodeType of
     worker.model.weight_format. Input k belongs to group (k + SKIPPED) // GROUP, or to the only one
     if GROUP is 0. ``scales`` are [groups, num_columns]; ``columns`` [outputs] has each output's
     column with HAS_COLUMNS, else column o is that of output o. ``zeros`` [groups, num_columns / 2]
-    have two zero points per byte. PLANES times 16 inputs of a block of 4-bit codes share a scale.
+    have two zero points per byte. Each PLANES * n consecutive inputs of a block of n words share a
+    scale and a zero point.
 
-    With EXPERTS, ``table`` int64 [EXPERTS, 4] has the addresses of each expert's codes, scales,
-    zeros and bias. The rows of expert e are those from ``offsets[e]`` to ``offsets[e + 1]``, and
-    ``pairs[row]`` is the number of a row's pair of a token and an expert. With GATHERED, the row's
-    input is ``x[pair // GATHERED]``. With SCATTERS, its result is ``out[pair]``.
+    EXPERTS is the number of experts, or 0 for one linear layer. ``table`` int64 [EXPERTS, 4] has
+    the addresses of each expert's codes, scales, zeros and bias. The rows of expert e are those
+    from ``offsets[e]`` to before ``offsets[e + 1]``. ``pairs[row]`` is the number of a row's pair
+    of a token and an expert. A row's input is ``x[pair // GATHERED]`` unless GATHERED is 0.
+    SCATTERS means that the row's result is ``out[pair]``.
 
-    With ACTIVATION, a name of worker.model.spec.Activation, the first half of the outputs is the
-    gate of the second half, and ``out`` is [rows, outputs / 2].
+    ACTIVATION is empty or a name of worker.model.spec.Activation. A name means that the first half
+    of the outputs is the gate of the second half, and that ``out`` is [rows, outputs / 2].
 
-    With several SPLITS, ``out`` is fp32 [SPLITS, rows, outputs], without bias.
+    Several SPLITS, possible only without bias and ACTIVATION, write partial products to ``out``
+    fp32 [SPLITS, rows, outputs].
     """
     features = outputs // 2 if ACTIVATION != "" else outputs
     width: tl.constexpr = OUT // 2 if ACTIVATION != "" else OUT
@@ -238,9 +242,10 @@ def _add_words(
     PLANES: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
 ):
-    """Return ``total`` plus the products of the ``size`` words from word ``first`` on.
+    """Return ``total`` plus the products of a block of 4-bit weights and the block's inputs.
 
-    ``size`` is 16 at most. Code j of word i is that of the input size * j + i of the block.
+    The block has ``size`` words, 16 at most, from word ``first`` of each row of codes on. A word
+    has 8 codes. Code j of the block's word i belongs to the block's input size * j + i.
     """
     lines = tl.arange(0, 16)
     is_line = lines < size

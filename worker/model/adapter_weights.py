@@ -35,11 +35,13 @@ def load_adapters(
     place: Placement,
     num_slots: int,
 ) -> list[Adapter]:
-    """Give a decoder ``num_slots`` slots, and load adapters of the setting ``adapters`` into them.
+    """Give a decoder ``num_slots`` adapter slots, and fill them with the first adapters in order.
 
-    Return all of them; the first ones fill the slots in their order. The layers must not be packed
-    yet. A collective: all ranks must call it. Raises ModelUnavailable if files are missing, and
-    BadAdapter if they are invalid, do not fit the model, or differ from those of rank 0.
+    Return all adapters of the setting ``adapters``, given as ``texts``; do nothing and return an
+    empty list if ``num_slots`` is 0. Adapters with equal files share a slot. The layers must not be
+    packed yet. A collective: all ranks must call it. Raises ModelUnavailable if files are missing,
+    and ValueError if a text is invalid or a name occurs twice. Raises BadAdapter if files are
+    invalid, do not fit the model, or differ from those of rank 0.
     """
     if not num_slots:
         return []

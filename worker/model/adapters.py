@@ -100,11 +100,12 @@ def read_adapter(source: AdapterSource, model: Path) -> Adapter:
 
 
 def adapted_linears(adapter: Adapter, spec: ModelSpec) -> dict[str, AdaptedLinear]:
-    """Return the matrices of an adapter by linear layers, for Everlift's own decoder.
+    """Return the matrices of an adapter by the name of their linear layer, for Everlift's decoder.
 
-    The names of linear layers begin with that of the layer, such as layers.0.mlp.up_proj. Raises
-    BadAdapter if the decoder lacks a layer that the adapter changes, or if a matrix has another
-    size.
+    The names lack the model's prefix, such as layers.0.mlp.up_proj. Raises BadAdapter if the files
+    are invalid, or if the decoder lacks a linear layer that the adapter changes or does not adapt
+    it. Raises BadAdapter too if a matrix does not have the size that the layer and the LoRA rank
+    require.
     """
     try:
         config = _config(adapter.directory / ADAPTER_CONFIG)
@@ -162,7 +163,13 @@ def _alpha(config: dict[str, Any], module: str) -> float:
 
 
 def _of_module(config: dict[str, Any], patterns: str, default: str, module: str) -> Any:
-    """Return the value of the first of the patterns that matches a module, as peft does."""
+    """Return the value for a module in an adapter's configuration, as peft determines it.
+
+    ``patterns`` is the key of an object with regular expressions and values. The first expression
+    that matches the module's name, or its end after a dot, determines the value. The value under
+    the key ``default`` is returned if none matches. Raises BadAdapter if ``patterns`` has no
+    object, and re.error if an expression is malformed.
+    """
     values = config.get(patterns) or {}
     if not isinstance(values, dict):
         raise BadAdapter(f"{ADAPTER_CONFIG} must have an object as {patterns}, not {values!r}")
@@ -173,7 +180,10 @@ def _of_module(config: dict[str, Any], patterns: str, default: str, module: str)
 
 
 def _shape(module: str, spec: ModelSpec) -> tuple[int, int]:
-    """Return outputs and inputs of a linear layer of the decoder; raise BadAdapter without it."""
+    """Return the numbers of outputs and inputs of a linear layer of the decoder.
+
+    Raises BadAdapter if the decoder lacks the layer or does not adapt it.
+    """
     found = _LAYER.match(f"{_PREFIX}{module}")
     if found is None or int(found[1]) >= spec.num_layers:
         raise BadAdapter(f"Everlift's engine does not adapt {module}: only layers of the model")

@@ -1,7 +1,8 @@
 """Mixture of experts on a CPU, in one C++ call (mixture.h).
 
-A loop over experts in Python makes several calls for each expert. Between the calls, all threads
-but one are idle, and each call divides the panels of only one expert among the threads.
+A loop over experts in Python makes several calls for each expert. All threads but one are idle
+between the calls, and each call divides the panels of only one expert among the threads. A panel is
+the packed weights of several outputs of a linear layer (panels.py).
 """
 
 from __future__ import annotations

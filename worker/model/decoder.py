@@ -354,7 +354,8 @@ class Decoder:
     def has_fixed_shapes(self) -> bool:
         """Return whether the shapes of all operations follow from the number of tokens.
 
-        Captured decode steps require this. Those of a loop over experts depend on the router.
+        Captured decode steps require this. In a loop over experts, shapes depend on the experts
+        that are selected for the tokens.
         """
         mlps = [layer.mlp for layer in self.layer_by_layer.layers]
         return all(isinstance(mlp, Mlp) or mlp.kernels is not None for mlp in mlps)

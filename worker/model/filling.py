@@ -106,7 +106,11 @@ class Filler:
     def _in_buffer(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return a tensor in this thread's buffer, from which it is copied to ``device``."""
+        """Return an uninitialised tensor in this thread's buffer, for a transfer to ``device``.
+
+        The buffer is in pinned memory if ``device`` is a GPU. The tensor is valid until the
+        next call in this thread.
+        """
         size = math.prod(shape) * dtype.itemsize
         if len(self._buffer.bytes) < size:
             on_gpu = device.type == "cuda"

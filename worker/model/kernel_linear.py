@@ -61,7 +61,10 @@ NARROW, MEDIUM, WIDE = Tile(64, 16, 4, 4), Tile(128, 64, 8, 3), Tile(128, 128, 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operand:
-    """Weight [outputs, inputs] as the kernel reads it; see multiply_tiles for its fields."""
+    """Weight [outputs, inputs] as multiply_tiles reads it; see there for the fields.
+
+    ``kind`` is called CODES there, and ``together`` is 16 * PLANES.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -92,7 +95,8 @@ class Operand:
     def of_quantised(cls, weight: Quantised) -> Operand:
         """Return the operand for ``weight``, which is reordered in its memory.
 
-        Raises UnsupportedModel unless groups begin and end with a multiple of 16 inputs.
+        Raises UnsupportedModel unless the group length, and the number of inputs that the rank
+        lacks of the first group, are multiples of 16.
         """
         groups, form = weight.groups, weight.format
         inputs, length = len(groups.places), form.group or 0
@@ -169,7 +173,8 @@ class KernelLinear:
     def _splits(self, tiles: int, programs: int) -> int:
         """Return the number of splits, a power of two, for ``programs`` programs per split.
 
-        Each number is a variant of the kernel, which the warm-up compiles (runner/warm_up.py).
+        ``tiles`` is the number of tiles with different rows. Each number of splits is a variant of
+        the kernel, which the warm-up compiles (runner/warm_up.py).
         """
         if tiles > _MOST_SPLIT_TILES:
             return 1
@@ -259,10 +264,10 @@ def multiply(
     splits: int = 1,
     fp8: bool = False,
 ) -> None:
-    """Launch multiply_tiles for ``tiles`` tiles of ``rows`` rows.
+    """Launch multiply_tiles for ``rows`` rows in ``tiles`` tiles of ``tile.rows`` rows each.
 
-    Of several ``experts``, ``operand`` and ``bias`` are those of the first one; the others have the
-    same shapes and types.
+    ``tiles`` is an upper bound if there are ``experts``. ``operand`` and ``bias`` are then those of
+    the first expert; the others have the same shapes and types.
     """
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -367,12 +372,19 @@ def _reorder(values: Tensor, order: Callable[[Tensor], Tensor]) -> None:
 
 
 def _in_order(rows: Tensor) -> Tensor:
-    """Return the 8-bit codes of words, which have those of even inputs first, by input."""
+    """Return 8-bit codes [outputs, bytes] in the order of their inputs.
+
+    Each word (four bytes) of ``rows`` has the codes of its two even inputs first.
+    """
     return rows.view(len(rows), -1, 2, 2).transpose(2, 3).reshape(rows.shape)
 
 
 def _blocks(rows: Tensor, is_signed: bool) -> Tensor:
-    """Return the words of 4-bit codes [rows, bytes] in blocks (see above)."""
+    """Return 4-bit codes [outputs, bytes] in the blocks that the module docstring describes.
+
+    ``rows`` has the same shape, and words as in worker.model.quantised. ``is_signed`` means that
+    the codes are two's complement integers; 8 is added to them.
+    """
     halves = rows.view(len(rows), -1, 2, 2)
     pairs = torch.stack((halves & 15, halves >> 4), dim=4)
     codes = pairs.permute(0, 1, 3, 4, 2).flatten(1)

@@ -90,12 +90,12 @@ class Part:
 
     @property
     def held(self) -> range:
-        """Return the numbers of the checkpoint's features that this rank holds."""
+        """Return ``local_features`` as a range of feature indices."""
         return range(self.share.start, self.share.stop)
 
     @property
     def name_in_adapters(self) -> str:
-        """Return the name of the linear layer without the model's, such as layers.0.mlp.up_proj."""
+        """Return the linear layer's name without the model's prefix: layers.0.mlp.up_proj, for example."""
         return self.name[self.name.index("layers.") :]
 
 

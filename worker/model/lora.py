@@ -1,8 +1,8 @@
 """LoRA adapters in a linear layer: y += scaling * B (A x), with the matrices of each row's adapter.
 
-On a CPU the rows of all adapters are one C++ call, or a part of the compiled decoder's (lora.h). A
-row then has the same bits in any batch, whichever adapters the other rows have. Without compiled
-code, and on a GPU, torch computes one adapter after the other.
+One C++ call computes the rows of all adapters on a CPU, or the compiled decoder does so within its
+own call (lora.h). A row then has the same bits in any batch, whichever adapters the other rows
+have. torch computes one adapter after the other on a GPU, or if there is no compiled code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PADDED_RANKS, _PADDED_INPUTS, _PANEL = 4, 16, 64
 class LowRank:
     """Matrices of an adapter for consecutive outputs of a linear layer, the first being ``first``.
 
-    ``a`` is [ranks, inputs] and ``b`` [outputs, ranks].
+    ``a`` is [ranks, inputs] and ``b`` [outputs, ranks], where ``ranks`` is the LoRA rank.
     """
 
     a: Tensor
@@ -86,9 +86,10 @@ class StepAdapters:
 class PackedParts:
     """Matrices of one adapter for one linear layer, ready to be placed in a slot.
 
-    With compiled code, ``native`` describes them to C++; ``ranks`` and ``panels`` are the sums of
-    their padded ranks and of their panels. ``memory`` keeps alive what ``native`` points to.
-    Without compiled code, ``parts`` has the matrices.
+    ``parts`` has the matrices if there is no compiled code; otherwise ``native`` describes them to
+    C++. ``ranks`` is the sum of the padded LoRA ranks of C++'s parts. ``panels`` is the number of
+    their panels, which are 64 outputs of B each (lora.h). ``memory`` keeps alive what ``native``
+    points to.
     """
 
     parts: Sequence[LowRank] = ()

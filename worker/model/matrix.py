@@ -35,7 +35,7 @@ class Form(Protocol):
 
 
 class Packing(Protocol):
-    """Conversion of plain weights to another layout."""
+    """Conversion of plain and quantised weights to another layout."""
 
     #: whether the packed layout supports ``Form.rows``
     supports_rows: bool

@@ -4,13 +4,13 @@
     y = sum of p[e] * expert[e](x)                 over the top_k experts e with the largest p
         + sigmoid(shared_gate(x)) * shared(x)      if there is a shared expert
 
-One C++ call computes the block if all weights are in panels (mixture.h), and a few kernels do on a
-GPU (kernel_mixture.py); otherwise a loop over the experts does, each with just the tokens that
-chose it.
+One C++ call computes the block if all weights are in panels (mixture.h). A GPU computes the block
+with a few Triton kernels if they work (kernel_mixture.py). Otherwise a loop calls each expert with
+just the tokens that chose the expert.
 
 The router is held by every rank, and one sum over the ranks makes the result of the whole block. A
 router's near tie is decided alike on all ranks, because they have the same hidden states and run
-the same code; ranks on different CPUs need EVERLIFT_CPU_LEVEL for that.
+the same code. Ranks on different CPUs need EVERLIFT_CPU_LEVEL to run the same code.
 """
 
 from __future__ import annotations
@@ -101,9 +101,11 @@ class Mixture:
             self.compiled = compiled_mixture(self.form, self.router, self.experts)
 
     def why_no_kernels(self) -> str:
-        """Return why the kernels are of no use, or an empty string.
+        """Return why the GPU kernels cannot be used, or an empty string if they can.
 
-        Their results of random tokens are compared with those of the loop over experts.
+        A trial computes random tokens with ``kernels`` and with the loop over the experts. The
+        kernels fail if they raise an error, or if a result differs by more than a tenth of the
+        loop's largest.
         """
         assert self.kernels is not None
         generator = torch.Generator().manual_seed(0)

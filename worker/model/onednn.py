@@ -77,8 +77,8 @@ class OneDnnPacking:
     """Packing of weights by oneDNN.
 
     Products with the first weight of each shape are compared with those of torch's linear function.
-    If they differ, no weight of this shape is packed. ``experts`` returns the packing of mixtures
-    of experts, or None to pack them like other weights.
+    No weight of this shape is packed if they differ. The function ``experts`` returns the packing
+    for mixtures of experts, or None if their weights are packed like all others.
     """
 
     supports_rows = packs_embeddings = by_kernels = False

@@ -209,7 +209,7 @@ class PanelPacking:
         return Panels(self._library, self._dtype, panels, outputs, inputs, scales)
 
     def pack_quantised(self, weight: Quantised) -> Panels:
-        """Return ``weight`` in panels of its own memory; it must not be used afterwards."""
+        """Return panels in the memory of ``weight``, which must not be used afterwards."""
         assert weight.format.codes == self._codes
         self._pack_words(weight.values)
         size = weight.outputs, weight.inputs
@@ -282,7 +282,8 @@ def working_panels(
 def pays(dtype: torch.dtype, weights: torch.dtype, codes: CodeType | None = None) -> bool:
     """Return whether panels are the fastest layout for these types on this CPU.
 
-    On a CPU with AMX, oneDNN multiplies bfloat16 faster, but no codes of quantised weights.
+    The result is False if panels do not support the types. A CPU with AMX multiplies bfloat16
+    faster with oneDNN, which cannot multiply the codes of quantised weights.
     """
     is_fastest = codes is not None or dtype != torch.bfloat16 or not native.has_amx()
     return _are_supported(dtype, weights) and is_fastest

@@ -14,7 +14,7 @@ Slices = tuple[slice, ...]
 
 
 class Writer(Protocol):
-    """Conversion of stored elements that a parameter does not hold as they are."""
+    """Conversion of a piece's stored elements into the form in which its parameter holds them."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -27,9 +27,10 @@ class Writer(Protocol):
         ...
 
     def write(self, rows: Tensor, first: int) -> None:
-        """Write consecutive rows of a piece's slice to its parameter; ``first`` is their index.
+        """Convert consecutive rows of a piece's slice and write them to its parameter.
 
-        The index counts from the beginning of the stored tensor.
+        ``first`` is the index of the first of these rows in the stored tensor, or in the piece's
+        ``view`` of the tensor.
         """
         ...
 

@@ -35,7 +35,7 @@ class Pointwise(Protocol):
         ...
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """Return activation(gate) * up, [T, n], or the gate of gpt-oss.
+        """Return activation(gate) * up, [T, n], or the result of ``gpt_oss`` (spec.Activation).
 
         ``gate_up`` [T, 2 * n] has the n features of gate before those of up.
         """

@@ -4,13 +4,14 @@ All formats (weight_format.py) have one form, which takes as much memory as the 
 
     values   [outputs, 4 * words]     codes in 32-bit words, each with codes of consecutive inputs
     scales   [groups, columns]        in the stored type
-    column   [outputs]                column of each output in ``scales``, unless they are the same
+    column   [outputs]                each output's column in ``scales``; None if output i has
+                                      column i
     zeros    [groups, outputs / 2]    zero points, two of 4 bits per byte, for some formats
 
 Inputs are divided into groups that share a scale. The first and the last group of a rank's share
-may be shorter than the others, and each group begins with a new word. In a word, the codes of even
-inputs fill the lower half, and those of odd inputs the upper half (quantised.h). Integers are
-stored in two's complement. Outputs are padded to whole panels, with scales of 0.
+may be shorter than the others, and each group begins with a new word. The codes of even inputs fill
+the lower half of a word, and those of odd inputs the upper half (quantised.h). Integers are stored
+in two's complement. Outputs are padded to whole panels, with codes of 0.
 """
 
 from __future__ import annotations
@@ -148,7 +149,10 @@ class Quantised:
             yield functional.pad(weight, (0, self.inputs - weight.shape[1]))
 
     def _of_inputs(self, of_groups: Tensor) -> Tensor:
-        """Return [outputs, inputs], from ``of_groups`` [groups, outputs], with each input's row."""
+        """Return ``of_groups`` [groups, outputs] expanded to [outputs, inputs].
+
+        Each input has the values of its group.
+        """
         return of_groups[self.groups.of_input.to(of_groups.device)].t()
 
     def pieces(self) -> Iterator[Piece]:
@@ -216,10 +220,11 @@ class Quantised:
         return codes.piece(size[::-1] if is_transposed else size, into)
 
     def stacked_pieces(self, name: str, expert: int, experts: int) -> Iterator[Piece]:
-        """Yield the slices of the tensors ``name`` that have the weights of all ``experts``.
+        """Yield the slices of two tensors that form this weight, that of expert number ``expert``.
 
-        This weight is that of the expert number ``expert``. The outputs of its layers alternate in
-        the tensors. The scales are powers of two.
+        The tensors, named ``name`` with the suffix ``_blocks`` or ``_scales``, contain the weights
+        of all ``experts``. Outputs of this weight's layers, such as gate and up, alternate there.
+        The scales are powers of two, stored as exponents.
         """
         num_layers, column = len(self._blocks), 0
         for layer, block in enumerate(self._blocks):
@@ -274,7 +279,7 @@ class Quantised:
     def _columns(self, padded: int) -> tuple[Tensor | None, int]:
         """Return the column in ``scales`` of each of ``padded`` outputs, and the number of columns.
 
-        The columns are None if they are the outputs' numbers.
+        The first result is None if output i has column i.
         """
         together = self.format.scaled_outputs
         if together == 1:
@@ -291,7 +296,11 @@ class Quantised:
         return columns, max(done, 1)
 
     def _put_values(self, row: int, codes: Tensor, output: int, first: int) -> None:
-        """Write ``codes`` [outputs, inputs], which begin at an output and an input of a block."""
+        """Write ``codes`` [outputs, inputs] of a block to ``values``.
+
+        ``row`` is the block's first row in ``values``. ``output`` and ``first`` are the indices in
+        the block of the first output and the first input of ``codes``.
+        """
         per_word = _WORD_BITS // self.format.bits
         places = self.groups.places[first : first + codes.shape[1]].to(codes.device)
         begin = int(places[0]) // per_word * per_word
@@ -305,7 +314,11 @@ class Quantised:
         into |= _words(codes, self.format.bits)
 
     def _put_zeros(self, row: int, codes: Tensor, output: int, group: int) -> None:
-        """Write ``codes`` [outputs, groups], which begin at an output and a group of a block."""
+        """Write the zero points ``codes`` [outputs, groups] of a block to ``zeros``.
+
+        ``row`` is the number of the block's first output in the weight. ``output`` and ``group``
+        are the indices in the block of the first output and the first group of ``codes``.
+        """
         assert self.zeros is not None
         row += output
         even = functional.pad(codes.t(), (row % 2, (row + len(codes)) % 2))
@@ -351,7 +364,7 @@ class _Codes:
         return 8 * self.word.itemsize // self.bits
 
     def piece(self, size: tuple[int, int], into: Tensor) -> Piece:
-        """Return the piece of the tensor, which has ``size`` codes, for the memory ``into``."""
+        """Return the piece that fills ``into`` from the tensor; ``size`` is its shape in codes."""
         shape, slices = list(size), [slice(r.start, r.stop) for r in (self.rows, self.columns)]
         if self.packed is not None:
             needed, codes = slices[self.packed], self._per_word
@@ -418,7 +431,10 @@ def _unpacked(words: Tensor, bits: int, dim: int, order: tuple[int, ...] | None)
 
 
 def _words(codes: Tensor, bits: int) -> Tensor:
-    """Return the bytes of the words that hold ``codes`` [outputs, codes], which are whole words."""
+    """Return ``codes`` [outputs, n] packed into 32-bit words, as bytes [outputs, n * bits / 8].
+
+    The number n must be a multiple of the codes in a word.
+    """
     if bits == 8:
         return codes.reshape(len(codes), -1, 2, 2).transpose(2, 3).flatten(1)
     pairs = codes.reshape(len(codes), -1, 2, 2, 2)
@@ -427,7 +443,7 @@ def _words(codes: Tensor, bits: int) -> Tensor:
 
 
 def _codes(words: Tensor, bits: int) -> Tensor:
-    """Return the codes that the bytes ``words`` [outputs, bytes] of words hold."""
+    """Return the codes [outputs, n] of 32-bit words with the bytes ``words`` [outputs, bytes]."""
     halves = words.view(len(words), -1, 2, 2)
     if bits == 8:
         return halves.transpose(2, 3).flatten(1)

@@ -27,7 +27,8 @@ def bounds_of(slices: Sequence[slice], shape: Sequence[int]) -> tuple[range, ...
 def runs(shape: Sequence[int], bounds: Sequence[range]) -> Iterator[Run]:
     """Yield the contiguous runs of a slice of a row-major tensor of ``shape``, in memory order.
 
-    ``bounds`` are the indices that the slice selects in each dimension; there is at least one.
+    ``bounds`` are the indices that the slice selects in each dimension. The tensor must have at
+    least one dimension.
     """
     row = math.prod(shape[1:])
     if all(len(bound) == size for bound, size in zip(bounds[1:], shape[1:], strict=True)):

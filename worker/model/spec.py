@@ -96,12 +96,12 @@ class Rope:
 class Experts:
     """Mixture of experts, which replaces the MLP of a layer.
 
-    A router computes the probabilities of the ``number`` experts. A token is computed by the
-    ``top_k`` most probable ones, which are MLPs with ``intermediate_size`` features, and their
-    results are weighted with the probabilities. With ``normalised``, these are first divided by
-    their sum. If ``shared_size`` is not None, an MLP with that many features also computes every
-    token; its result is multiplied by the sigmoid of a gate. With ``router_bias`` the router has a
-    bias.
+    A router, with a bias if ``router_bias``, computes the probabilities of the ``number`` experts.
+    Each token is computed by the ``top_k`` most probable experts, which are MLPs with
+    ``intermediate_size`` features. Results are weighted with the probabilities of these experts,
+    which are first divided by their sum if ``normalised``. One more MLP, with ``shared_size``
+    features, computes every token unless ``shared_size`` is None; its result is multiplied by the
+    sigmoid of a gate.
     """
 
     number: int

@@ -73,9 +73,10 @@ class WeightFormat:
         return not any(_names(pattern, layer) for pattern in self.excluded)
 
     def ignores(self, tensor: str) -> bool:
-        """Return whether the products do not need the tensor ``tensor``, which has no parameter.
+        """Return whether the products do not need the checkpoint tensor named ``tensor``.
 
-        GPTQ stores a bias for each layer, which is zero if the model has none.
+        The tensor must be one that fills no parameter. GPTQ stores a bias for each layer,
+        which is zero, and not needed, if the model has none.
         """
         unread = _UNREAD
         if not self.has_zeros:

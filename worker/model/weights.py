@@ -92,10 +92,9 @@ def load(
 def stored_dtype(directory: str | Path, reads_weights: bool = True) -> torch.dtype | None:
     """Return the type of a checkpoint's matrices; None if they have several or an unsupported one.
 
-    Quantised matrices are left out. Those of a GGUF file count as float32, because they are read as
-    float32.
-    If ``reads_weights`` is false, the files of the weights are not read, and the result is the type
-    that config.json names, or None if it names none.
+    Quantised matrices are left out, except those of a GGUF file, which are read as float32 and
+    count as float32. The files of the weights are not read if ``reads_weights`` is false. The
+    result is then the type that config.json names, or None if it names none or an unsupported one.
     Raises BadCheckpoint for malformed files, and UnsupportedModel for a malformed config.json.
     """
     if not reads_weights:
@@ -136,7 +135,8 @@ def _without_unread(
 ) -> list[StoredTensor]:
     """Return the tensors of a quantised checkpoint without those that the products do not need.
 
-    Raises BadCheckpoint if one of these says that the products need it.
+    Raises BadCheckpoint if an omitted ``g_idx`` does not divide the inputs into consecutive groups,
+    if an omitted bias is not zero, or if either has an unsupported type.
     """
     needed = []
     for tensor in tensors:
@@ -150,7 +150,11 @@ def _without_unread(
 
 
 def _check_order(format: WeightFormat, tensor: StoredTensor) -> None:
-    """Raise BadCheckpoint unless the groups of ``tensor``, one for each input, are consecutive."""
+    """Raise BadCheckpoint unless ``tensor`` assigns consecutive inputs to each group.
+
+    The tensor must have type I32 and hold the group of each input i: i // ``format.group``, or 0 if
+    all inputs form one group.
+    """
     if tensor.dtype != "I32":
         raise BadCheckpoint(f"{tensor.name} is {tensor.dtype}; supported: I32")
     groups = _whole(tensor, torch.int32).flatten()

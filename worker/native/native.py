@@ -125,9 +125,11 @@ def ship(source: Path, flags: Sequence[str], level: Level) -> None:
 
 @cache
 def shipped_level() -> Level | None:
-    """Return the level whose shipped libraries this machine uses: LEVEL_VARIABLE's or the highest.
+    """Return the level whose shipped libraries this machine uses.
 
-    Returns None if no libraries are shipped or this CPU supports none of LEVELS.
+    LEVEL_VARIABLE names the level; if not set, the highest level that this CPU supports is used.
+    Returns None if no libraries are shipped, or if the variable is not set and this CPU supports
+    none of LEVELS. Raises ValueError if libraries are shipped and LEVEL_VARIABLE is invalid.
     """
     if not _SHIPPED.is_dir():
         return None
@@ -170,10 +172,11 @@ def instructions() -> str:
 
 
 def target_name() -> str:
-    """Return a name for the target of the code in use: CPUs of one name compute the same bits.
+    """Return a name for the kind of CPU for which the code in use is compiled.
 
-    The name is a level's, or the digest of this CPU's model and features if the code is compiled
-    for this CPU alone.
+    Machines with the same name compute the same bits. The name is that of a level, or a digest of
+    this CPU's model and features if the code is compiled for this CPU alone. Raises ValueError if
+    LEVEL_VARIABLE is invalid.
     """
     level = shipped_level() or level_limit()
     return level.name if level else _digest(_cpu())

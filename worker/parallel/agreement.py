@@ -1,11 +1,14 @@
 """Encoding of the results of a step as integers, which rank 0 sends to the other ranks. Pure.
 
-A row is the part of one sequence in the step. If the step has no draft tokens and no prompts whose
-log probabilities are requested, each row that samples is encoded as one number: its token, or a
-negative marker if it failed. Otherwise each row that samples, or computes such log probabilities,
-is a line of numbers:
+A row is the part of one sequence in the step. In a step without draft tokens and without prompts
+whose log probabilities are requested, each row that samples is encoded as one number. The number is
+the row's token, or a negative marker if the row failed. In other steps, each row that samples, or
+computes such log probabilities, is a line of numbers:
 
     [sampled tokens ..., NO_TOKEN ...]  or  [FAILED, NO_TOKEN ...]
+
+A line of nothing but NO_TOKEN states that its row did not fail. Log probabilities are not sent,
+because only rank 0 reports them.
 """
 
 from __future__ import annotations

@@ -231,7 +231,10 @@ class _NcclGroup(_CollectiveGroup):
 
 
 class _ThroughHost(Group):
-    """Group for tensors on GPUs whose collectives copy them and use the group ``host``."""
+    """Group for tensors on GPUs, which runs its collectives on copies in host memory.
+
+    The group ``host`` performs the collectives; results are copied back to the GPUs.
+    """
 
     on_device = False
 

@@ -66,7 +66,7 @@ class LivenessMonitor:
         self._check_task = loop.create_task(self._check_periodically())
 
     def close(self) -> None:
-        """Stop checking, before the connections are closed. May be called again."""
+        """Stop checking. Must be called before the connections are closed; may be called again."""
         loop = asyncio.get_running_loop()
         while self._descriptors:
             loop.remove_reader(self._descriptors.pop())

@@ -205,10 +205,10 @@ class StepLogReader:
             self._socket.send(_HEARTBEAT, socket.MSG_DONTWAIT)
 
     def is_cut_off(self) -> bool:
-        """Return whether rank 0 has closed the connection before a stop entry has been read here.
+        """Return whether the connection has ended and the last entry read is not a stop entry.
 
-        Entries that arrived before, even a stop entry, may still be unread. May be called while
-        another thread reads; never waits.
+        The result may be true although entries that arrived earlier, even a stop entry, are still
+        unread. May be called while another thread reads; never waits.
         """
         if self._has_stopped:
             return False

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 class BannedTokens:
     """Tokens that must not follow the output of one sequence.
 
-    A token is banned if it would be the last one of a banned sequence. Only output tokens count,
-    so the state after a migration or preemption is that of the output so far.
+    A token is banned if it would complete a banned sequence. Only output tokens count, so the state
+    can be created again from the output after a migration or preemption.
     """
 
     def __init__(self, sequences: Iterable[Sequence[int]], output: Sequence[int]) -> None:

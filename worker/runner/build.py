@@ -126,11 +126,10 @@ def spec_of(config: WorkerConfig, directory: Path) -> ModelSpec | None:
     """Return the spec for Everlift's decoder; None if transformers' modules must run the model.
 
     Only the model's configuration is read. Transformers' modules are considered only if Everlift's
-    decoder does not know the architecture. Raises UnsupportedModel if the decoder knows the
-    architecture but does not support a value, a context as long as ``config.max_model_len``, or the
-    configured quantization.
-    Also raises UnsupportedModel if the configuration shows that transformers' modules cannot run
-    the model.
+    decoder does not know the architecture. Raises UnsupportedModel if the model's configuration is
+    missing or malformed, or shows that the decoder or, where considered, the modules cannot run the
+    model. UnsupportedModel is also raised if the decoder knows the architecture, but does not
+    support the configured quantization or a context as long as ``config.max_model_len``.
     """
     try:
         spec = read_spec(directory)

@@ -37,7 +37,10 @@ _LARGEST = 256
 
 
 def decode_buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Return the buckets: 1, 2, 4, 8, 16, 32, 48 ... and ``max_num_seqs``, up to _LARGEST."""
+    """Return the buckets in ascending order: 1, 2, 4, 8, multiples of 16, and the largest bucket.
+
+    The largest bucket is the lesser of ``max_num_seqs`` and _LARGEST.
+    """
     most = min(max_num_seqs, _LARGEST)
     sizes = [1, 2, 4, 8, *range(_STEP, most, _STEP)]
     return (*(size for size in sizes if size < most), most)

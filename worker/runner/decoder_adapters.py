@@ -81,7 +81,10 @@ class DecoderAdapters:
         self._num_slots = num_slots
 
     def reserved_bytes(self, max_rank: int) -> int:
-        """Return the size in bytes of adapters of LoRA rank ``max_rank`` in all empty slots."""
+        """Return the bytes to reserve on this rank for adapters that may fill the empty slots.
+
+        Every empty slot counts as one adapter of LoRA rank ``max_rank``.
+        """
         return (self._num_slots - len(self.numbers)) * self._decoder.adapter_bytes(max_rank)
 
     @property

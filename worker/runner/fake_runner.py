@@ -246,7 +246,7 @@ class _Slot:
         return tokens, logprobs
 
     def scored(self, cache: bytes, row: Row) -> Iterator[TokenLogprobs]:
-        """Yield the log probabilities of the prompt tokens that each follow a token of ``row``.
+        """Yield the log probabilities of each prompt token whose preceding token is in ``row``.
 
         The sequence must request prompt log probabilities.
         """

@@ -33,7 +33,10 @@ from worker.engine.plan import Admission
 
 
 class PenalisedRow(NamedTuple):
-    """Row with penalties; its logits are row ``first``, and one more row after each draft."""
+    """Row with penalties, which has one row of logits, and one more for each of ``drafts``.
+
+    Row ``first`` of the logits is followed by one row per draft, for the token after the draft.
+    """
 
     slot: int
     first: int

@@ -19,10 +19,9 @@ from worker.runner.host_blocks import HostBlocks
 class HostCache(Protocol):
     """Host memory for copies of a KVCache's blocks; ``BlockCopy.host_block`` is an index in it.
 
-    Copies are ordered with the device's computation: a copy reads what computation launched before
-    the copy has written, and computation launched after the copy reads what the copy has written.
-    Methods may return before their copies end. The copies of one call must have distinct blocks and
-    distinct host blocks. A host block must be saved before it is loaded.
+    The results are as if copies and the device's computation ran one after another, in the order
+    of their launch. Methods may return before their copies end. The copies of one call must have
+    distinct blocks and distinct host blocks. A host block must be saved before it is loaded.
     """
 
     #: seconds to load one block, as measured; 0: not measured

@@ -168,8 +168,9 @@ class MemoryUse(NamedTuple):
 def count_blocks(use: MemoryUse, config: WorkerConfig, block_bytes: int, num_extra: int) -> int:
     """Return the number of blocks of the KV cache, leaving memory for ``num_extra`` more blocks.
 
-    The result is at most _MOST_BLOCKS. ``block_bytes`` is the size of a block. Raises ValueError if
-    a sequence of ``config.max_model_len`` tokens does not fit or, if that is not set, one block.
+    The result is at most _MOST_BLOCKS. ``block_bytes`` is the size of a block in bytes. Raises
+    ValueError if fewer blocks fit than a sequence of ``config.max_model_len`` tokens needs. One
+    block is enough if ``config.max_model_len`` is None.
     """
     needed = blocks_for(config.max_model_len or 1)
     free = use.free_bytes(config.gpu_memory_utilization)

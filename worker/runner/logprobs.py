@@ -1,8 +1,9 @@
 """Log probabilities of tokens: log softmax of the model's unchanged logits.
 
-Scores are copied from the device as one float64 table, which represents every token id exactly:
+Scores are copied from the device as one float64 table, because float64 represents every token id
+exactly. The table has one row per token, and these columns:
 
-    log probability, rank, ids of the most probable tokens, their log probabilities
+    log probability, rank (1: most probable), ids of k most probable tokens, their log probabilities
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from worker.device.upload import upload
 
 
 def score(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
-    """Return the log probabilities of ``tokens`` int64 [n], float64 [n, 2 + 2 * num_top].
+    """Return the log probabilities of ``tokens`` int64 [n] as a table, float64 [n, 2 + 2 * k].
 
-    The columns are those of the table in the module's docstring. ``logits`` are fp32 [n, vocab]. If
-    the vocabulary is smaller than ``num_top``, there are fewer alternatives. The log probabilities
-    of a row are NaN if one of its logits is NaN or +inf, or all are -inf. In other rows the log
-    probability of a token whose logit is -inf is -inf.
+    The columns are described in the module's docstring. ``logits`` are fp32 [n, vocab], and k is
+    ``num_top``, or vocab if that is smaller. The log probabilities of a row are NaN if one of its
+    logits is NaN or +inf, or all are -inf. Other rows have the log probability -inf for a token
+    whose logit is -inf.
     """
     normaliser = logits.logsumexp(dim=-1, keepdim=True)
     normaliser = normaliser.where(normaliser.isfinite(), math.nan)
@@ -81,10 +82,11 @@ class CopiedLogits:
         self._logits = logits[self._index]
 
     def logprobs(self, tokens: Tensor) -> PendingScores:
-        """Start to copy the log probabilities of the tokens of the copied rows to the host.
+        """Start to compute the sampled tokens' log probabilities and to copy them to the host.
 
-        ``tokens`` [n] has the sampled token of every row of the step's logits. The result for a
-        token that is a negative marker is meaningless.
+        Only tokens of the copied rows are included. ``tokens`` int64 [n] has one item for every row
+        of the step's logits: the sampled token, or a negative marker if none could be sampled. The
+        log probability and the rank reported for a marker are meaningless.
         """
         tokens = tokens[self._index].clamp(min=0)
         table = score(self._logits, tokens, max(self._num_top.values()))

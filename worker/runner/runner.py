@@ -59,7 +59,7 @@ _T = TypeVar("_T")
 
 
 class Model(Protocol):
-    """Share of one rank in a model."""
+    """Part of a model that one rank computes."""
 
     def forward(
         self,
@@ -291,9 +291,10 @@ class TorchRunner:
         return hidden[device_sites()], scores
 
     def _bucket(self, rows: Rows) -> int | None:
-        """Return the bucket of the captured step for ``rows``; None if they must be launched.
+        """Return the bucket of the captured step for ``rows``; None if no captured step fits.
 
-        Steps with adapters are not captured.
+        The bucket is the number of rows for which the step was captured. Steps with adapters are
+        not captured.
         """
         if self._graphs is None or self._adapters_of(rows) is not None:
             return None

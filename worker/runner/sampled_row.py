@@ -96,10 +96,11 @@ class SampledRow:
                     yield site, token
 
     def fill_mask(self, into: Tensor, waiting_since: float) -> None:
-        """Write the grammar's masks to ``into``, and store the number of drafts as ``num_allowed``.
+        """Write the grammar's masks to ``into``; store the number of acceptable drafts.
 
-        ``into`` is int32 [1 + len(drafts), words]; see TokenMask.mask. If the grammar raises an
-        error, it is stored as the row's ``error``.
+        ``num_allowed`` is set to the number of leading drafts that may be accepted. ``into`` is
+        int32 [1 + len(drafts), words]; see TokenMask.mask. An EverliftError of the grammar is not
+        raised, but stored as the row's ``error``.
         """
         assert self.slot.mask is not None
         try:

@@ -45,7 +45,7 @@ ConcludedRows = Iterable[tuple[SampledRow, RowResult]]
 
 class PendingResults(Protocol):
     def results(self) -> list[RowResult]:
-        """Wait for the device and return one result per sampling request."""
+        """Wait for the device and return the result of each SamplingRequest, in their order."""
         ...
 
 
@@ -55,8 +55,8 @@ class SampledTokens:
     ``tokens`` int64 are the sampled tokens on the device, one per row of logits; those of sampling
     request i begin at index ``firsts[i]``. ``rows`` has, by index of the request, the rows that
     have drafts or whose slot is not plain (SampledSlot.is_plain). ``logprobs`` are the log
-    probabilities to report, or None. ``results`` calls ``record_results`` with pairs of each of
-    ``rows`` and its result.
+    probabilities to report, or None. ``results`` calls ``record_results`` with an iterable of pairs
+    (row, result), one for each of ``rows``.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class SampledTokens:
         self._copy = HostCopy(tokens)
 
     def results(self) -> list[RowResult]:
-        """Wait for the device and return one result per sampling request."""
+        """Wait for the device and return the result of each SamplingRequest, in their order."""
         tokens = self._copy.wait()
         has_drafts = len(tokens) > len(self._firsts)
         first = [tokens[i] for i in self._firsts.tolist()] if has_drafts else tokens

@@ -161,10 +161,10 @@ class Sampler:
     def launch(self, logits: Tensor, prepared: PreparedSampling) -> SampledTokens:
         """Begin to sample from ``logits``.
 
-        The host may have to wait for the masks of grammars. It does not wait for the device, except
-        on a GPU without the Triton kernel for top_k, top_p or min_p. ``logits`` have the rows that
-        ``sample`` documents, and are changed in place. ``results`` of the returned object must be
-        called before the next launch.
+        The host may have to wait for the masks of grammars. The host waits for the device only if
+        Triton does not work on the GPU and a row uses top_k, top_p or min_p. ``logits`` have the
+        rows that ``sample`` documents, and are changed in place. ``results`` of the returned object
+        must be called before the next launch.
         """
         requests, firsts, sample = prepared
         rows = self._rows(requests, firsts)

@@ -20,11 +20,13 @@ def warm_up_plans(
 ) -> Iterator[Plan]:
     """Yield the plans of the warm-up steps.
 
-    Batches of 1, 2, 4, ... rows up to the largest number are combined with 1, 2, 4, ... tokens per
-    row up to FEW. The largest batch is combined with every number of tokens up to FEW. If all rows
-    together would exceed ``max_num_batched_tokens``, some of them have fewer tokens. The last plan
-    is a chunk of more than FEW tokens, if the limits allow, and samples a token in slot 0. All rows
-    write to block 0 only.
+    FEW is the most new tokens with which a row has narrow tiles (attention/tiles.py). Batches of 1,
+    2, 4, ... rows up to the largest number are combined with 1, 2, 4, ... tokens per row up to FEW.
+    The largest batch is combined with every number of tokens up to FEW. Some rows have fewer tokens
+    if all together would exceed ``max_num_batched_tokens``; no row exceeds ``max_model_len``.
+
+    The last plan is a chunk of more than FEW tokens, if the limits allow, and samples a token in
+    slot 0. All rows write to block 0 only.
     """
     budget, longest = max_num_batched_tokens, min(FEW, max_model_len)
     most_rows = min(max_num_seqs, budget)
@@ -53,8 +55,8 @@ def _doubled(most: int) -> list[int]:
 def _batch(num_rows: int, count: int, budget: int) -> tuple[int, ...]:
     """Return the numbers of tokens of ``num_rows`` rows, at most ``budget`` in total.
 
-    As many rows as possible have ``count`` tokens (at least 2), one row has the remainder, and the
-    others have one token.
+    The greatest possible number of rows have ``count`` tokens each, one row has the remainder, and
+    the others have one token. ``count`` must be at least 2, and ``budget`` at least ``num_rows``.
     """
     spare = budget - num_rows
     num_long = min(num_rows, spare // (count - 1))

@@ -17,9 +17,12 @@ from worker.model.spec import UnsupportedArchitecture
 
 
 async def check_adapter(config: WorkerConfig, text: str) -> session_pb2.CheckAdapterResponse:
-    """Return the digest of an adapter's files, or why a worker of ``config`` cannot load them.
+    """Check whether a worker of ``config`` can load an adapter; return its digest or the error.
 
-    ``text`` is its name with a directory or a hub id, whose missing files are downloaded.
+    ``text`` describes the adapter in the form of AdapterSource.parse: NAME=DIRECTORY, NAME=ID or
+    NAME=ID@REVISION. Missing files of a hub id are downloaded. The response has either an error, or
+    the digest of the adapter's files and their source. The source names the commit of a hub id, or
+    the directory with its links resolved.
     """
     try:
         source = AdapterSource.parse(text)

@@ -1,12 +1,15 @@
 """Slots of a worker for LoRA adapters: which adapter each has, and which sequences use it. Pure.
 
-A version of an adapter is known by the digest of its files. A sequence uses the slot of its version
-from its arrival at the worker until its end, and the slot keeps the version meanwhile. A version
-without a slot takes an empty one, or that of the unused version whose last use is longest ago. If
-all slots are in use, it waits; versions get slots in the order in which they began to wait. One
-slot for each of them is then closed: sequences that arrive for its version wait as well, behind
-the others. So the slot becomes unused when its present sequences have ended, and no version waits
-forever while others are in constant use.
+The digest of an adapter's files identifies a version of the adapter. A sequence uses the slot of
+its version from its arrival at the worker until its end, and the slot keeps the version meanwhile.
+A version without a slot takes an empty slot, or replaces the unused version whose last use is
+longest ago. The version waits if all slots are in use; waiting versions get slots in the order in
+which they began to wait.
+
+One slot is closed for each waiting version. New sequences for the version in a closed slot wait as
+well, unless they lack its source; their version queues behind the versions that already wait. The
+closed slot becomes unused when its present sequences have ended. No version thus waits forever
+while others are in constant use.
 """
 
 from __future__ import annotations
@@ -193,7 +196,11 @@ class AdapterTable:
         self.orders.append(AdapterLoad(slot.number, str(source), version.digest))
 
     def _close(self) -> None:
-        """Close one slot for each waiting version: those with the fewest sequences."""
+        """Close one slot for each waiting version, or reopen all slots if no version waits.
+
+        Slots that are already closed are included in the count. Open slots with the fewest
+        sequences are closed first.
+        """
         closed = [slot for slot in self._slots if slot.is_closed]
         if not self._waiting:
             for slot in closed:

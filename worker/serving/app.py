@@ -110,7 +110,7 @@ class WorkerDeployment:
     async def _exit_when_ended(self, number: int, rank: Any) -> None:
         """Wait until ``rank``, the actor of rank ``number``, has ended; then exit the process.
 
-        Serve notices that the process has exited sooner than three failed health checks.
+        Serve detects an exited process sooner than a replica that fails three health checks.
         """
         try:
             await rank.wait.remote()

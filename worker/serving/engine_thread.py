@@ -46,8 +46,10 @@ class EngineThread:
 
     The result of the future ``ready`` is the engine, set before its first step. The future
     ``ended`` is done when the thread ends, with None or the error that ended it. An error before
-    the engine is ready is set on both. ``successor`` is set at the end of a rank above 0 if the
-    worker serves another model next.
+    the engine is ready is set on both.
+
+    The attribute ``successor`` names the model that the worker serves next. Only ranks above 0 set
+    the attribute, before ``ended`` is done; None means that no model follows.
     """
 
     def __init__(

@@ -165,7 +165,11 @@ class LeadingLoop:
         return True
 
     def _slots_to_fill(self, now: float) -> list[int]:
-        """Return the slots whose adapters this rank has read, at most every ``_FILL_S`` seconds."""
+        """Return the adapter slots to fill, whose adapters this rank has read or could not read.
+
+        The slots are looked up at most every ``_FILL_S`` seconds; otherwise the list is empty.
+        ``now`` is in seconds.
+        """
         slots = self._engine.adapter_slots
         if slots is None or not slots.is_reading or now < self._filled_at + _FILL_S:
             return []
@@ -334,7 +338,10 @@ def _apply(
 def _load_adapters(
     engine: EngineAdapter, loads: Iterable[AdapterLoad], fills: Iterable[int]
 ) -> tuple[AdapterLoaded, ...]:
-    """Begin to read the adapters of ``loads``; fill slots, and return the results."""
+    """Fill the adapter slots ``fills``, then begin to read the adapters of ``loads``.
+
+    Return the results of ``fills``, except of slots whose adapter a rank is still reading.
+    """
     slots, loaded = engine.adapter_slots, []
     for slot in fills:
         assert slots is not None

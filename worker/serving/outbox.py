@@ -24,8 +24,8 @@ _MAX_ACCEPTED = 65_536
 class Outbox:
     """Outbox of messages to a router.
 
-    The outbox calls ``notify`` to request that a frame is sent at once. It is true if it has
-    progress of sequences, or acknowledgements of their starts, to send.
+    The outbox calls ``notify`` to request that a frame is sent at once. An outbox counts as true if
+    it has unsent progress of sequences, or unsent acknowledgements of their starts.
     """
 
     def __init__(self, notify: Callable[[], None]) -> None:
@@ -111,7 +111,10 @@ class Outbox:
         self._host_chunks.update(host)
 
     def add_incomplete(self, key: SequenceKey) -> None:
-        """Report in the next frame that the worker lacks the omitted prefix of a start."""
+        """Report in the next frame that a start omits tokens or images that this worker lacks.
+
+        ``key`` is the sequence of that start. The frame is requested at once.
+        """
         self._incomplete.add(key)
         self.notify()
 

@@ -106,14 +106,18 @@ class Rank:
         models: Mapping[str, WorkerConfig] = _NO_MODELS,
         first_model: str = "",
     ) -> None:
-        """Create the rank, which starts nothing yet.
+        """Create the rank, without starting anything.
 
+        ``rendezvous`` is the address that rank 0's ``open`` returned; ranks above 0 need it.
         ``serve`` creates rank 0's server; ``ray_cluster`` is the session name of the Ray cluster.
         ``models`` are the models to which the worker can change at run time, by name, with their
-        settings; ``first_model`` is the one for which it was started, if that is another one.
-        Raises ModelUnavailable if a local model is not found. Raises ValueError if
-        no model is configured, its files are invalid or its revision is not a commit, if ``rank``
-        is out of range, or if ``rendezvous`` is missing.
+        settings. ``first_model`` is the model for which the worker was started; empty if that is
+        ``config.name``.
+
+        Raises ModelUnavailable if a local model is not found or its GGUF file cannot be used.
+        Raises ValueError if no model is configured, a local model's files are invalid, or a hub
+        model's revision is not a commit. Raises ValueError also if ``rank`` is out of range, or if
+        a rank above 0 lacks ``rendezvous``.
         """
         if not config.model:
             raise ValueError('model must be set, to a directory, a hub id or "fake"')
@@ -520,10 +524,10 @@ def _weights(model: str, revision: str) -> str:
 
 
 def _build_grammars(config: WorkerConfig, vocab_size: int) -> GrammarCompiler | NoGrammars:
-    """Return the compiler of grammars.
+    """Return the compiler of grammars; for the fake model, one that refuses every grammar.
 
-    vLLM compiles grammars itself, but only those that compile within the limits of this compiler
-    reach it.
+    vLLM compiles grammars itself, but receives only those that compile within the limits of this
+    compiler.
     """
     if config.is_fake:
         return NoGrammars()

@@ -413,7 +413,10 @@ class Sessions:
         self._order_loads()
 
     def _order_loads(self) -> None:
-        """Send the orders of the table to the engine, and its changes to the routers."""
+        """Pass the adapter table's orders to the engine, and the table's state to all routers.
+
+        Sequences whose adapter has been loaded are prepared.
+        """
         table = self._adapters
         ready, table.ready = table.ready, []
         orders, table.orders = table.orders, []
@@ -437,9 +440,11 @@ class Sessions:
     def _sequence(
         self, start: session_pb2.Start, num_chunks: int, attempt: Attempt | None
     ) -> Sequence | None:
-        """Return the sequence of a start that leaves out ``num_chunks``.
+        """Return the sequence of a start that omits its first ``num_chunks`` chunks of tokens.
 
-        Returns None if one of these chunks, or an image that the start leaves out, is missing.
+        ``attempt`` is the attempt to which the start belongs, if known; the start may omit its
+        images. Returns None if an omitted chunk or image is missing at this worker. Raises
+        InvalidRequest if the start is invalid or exceeds the limits.
         """
         prefix: Prefix | None = NO_PREFIX
         if num_chunks:
@@ -455,9 +460,10 @@ class Sessions:
         return Sequence.from_start(start, self._limits, prefix, found)
 
     def _add_incomplete(self, session: Session, start: session_pb2.Start, offset: int) -> None:
-        """Count a start that leaves out what is missing as pending, until it is sent again.
+        """Count an incomplete start as pending until it is sent again, and report it to its router.
 
-        ``offset`` is the number of its output tokens so far.
+        A start is incomplete if it omits tokens or images that this worker lacks. ``offset`` is the
+        number of output tokens that the sequence has so far.
         """
         key, omitted = SequenceKey(start.epoch, start.choice), start.omitted_prefix
         num_known = omitted.num_prompt + len(start.prompt_ids) + offset
@@ -467,7 +473,10 @@ class Sessions:
         session.outbox.add_incomplete(key)
 
     def _forget_incomplete(self, key: SequenceKey, attempt: Attempt) -> Attempt | None:
-        """Remove an incomplete start; return its attempt, or None if nothing is left of it."""
+        """Remove an incomplete start, and return its attempt.
+
+        An attempt without other unfinished choices is removed too, and None is returned.
+        """
         del self._incomplete[key]
         self._pending.discard(key)
         attempt.choices.discard(key.choice)
@@ -499,7 +508,7 @@ class Sessions:
         self._images.process(sequence, is_wanted, partial(self._processed, sequence))
 
     def _is_preparing(self, sequence: Sequence) -> bool:
-        """Return False if the sequence was aborted or returned meanwhile."""
+        """Return whether a sequence is still in preparation: not started, ended or aborted."""
         return self._preparing.get(sequence.key) is sequence
 
     def _processed(self, sequence: Sequence, result: ProcessedImages | EverliftError) -> None:

@@ -40,10 +40,14 @@ def build_engine(
 ) -> VllmEngine:
     """Load vLLM and the model, and return the engine.
 
-    ``on_failure`` is called in another thread if a process of the engine ends, so that no further
-    step can run.
+    Each step runs in the context manager that ``within`` returns, as in ``VllmEngine``;
+    ``stopwatch`` times the parts of steps. ``on_failure`` is called with the cause, in another
+    thread, if a process of the engine ends, so that no further step can run.
 
-    Raises VllmMissing if this interpreter lacks the supported version of vLLM, and vLLM's errors.
+    Raises VllmMissing if this interpreter lacks the supported version of vLLM. Raises
+    ModelUnavailable if files of the model or of adapters are missing, or if the model is a GGUF
+    file. Raises ValueError if adapters are invalid, or if vLLM cannot continue sequences on this
+    GPU. Errors of vLLM are raised too.
     """
     check_version()
     os.environ.update(_ENVIRONMENT)

@@ -1,4 +1,4 @@
-"""End of vLLM's processes with the rank that started them, without leaving shared memory behind."""
+"""Termination of vLLM's processes when their rank ends, without leaving shared memory behind."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class SampledTokens:
 
 
 class Core(Protocol):
-    """Engine core of vLLM, in the thread that calls it."""
+    """Engine core of vLLM; its methods run in the caller's thread."""
 
     @property
     def image_processor(self) -> ImageProcessor | None:
@@ -70,9 +70,9 @@ class Core(Protocol):
         ...
 
     def add(self, sequence: EngineSequence) -> None:
-        """Queue a sequence, whose output so far is treated like that of a resumed sequence.
+        """Queue a sequence, which continues after its output so far, as after a preemption.
 
-        Raises InvalidRequest if vLLM rejects its parameters.
+        Raises InvalidRequest if vLLM rejects the sequence's parameters.
         """
         ...
 

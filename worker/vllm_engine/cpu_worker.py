@@ -24,7 +24,11 @@ _SEED_BITS = 63
 
 
 class _PositionGenerator(torch.Generator):
-    """Generator without an offset, which vLLM would restore after a chunk of a prefill."""
+    """Generator that ignores changes of its offset.
+
+    vLLM rewinds the offset after a chunk of a prefill, which torch's CPU generator does not
+    support.
+    """
 
     def get_offset(self) -> int:
         return 4
@@ -34,7 +38,7 @@ class _PositionGenerator(torch.Generator):
 
 
 class _ContinuedState(CachedRequestState):
-    """State of a request that begins with the output which it had before."""
+    """State of a request in vLLM's runner, whose output includes what it had when it was queued."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

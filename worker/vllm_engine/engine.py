@@ -1,7 +1,7 @@
-"""Engine of a worker that vLLM computes: keeps account of its sequences, and reports them. Pure.
+"""Engine of a worker on top of vLLM: keeps account of the sequences, and reports them. Pure.
 
-vLLM plans the steps, holds the KV cache and samples. This class knows each sequence as the loop
-does, so that routers receive the same reports as from Everlift's own engine.
+vLLM plans the steps, holds the KV cache and samples. The class tracks the state of each sequence as
+Everlift's own engine does, so that routers receive the same reports.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ _NO_TABLES = np.zeros((0, 0), np.int32)
 class VllmEngine:
     """Engine over a core of vLLM.
 
-    Each step runs in the context manager that ``within`` returns for the number of the step and of
-    its tokens. ``stopwatch`` times the parts of steps, and ``sleep`` is called with seconds.
+    Each step runs in the context manager that ``within`` returns. The arguments of ``within`` are
+    the number of the step, from 0, and the maximum number of tokens of a step. ``stopwatch`` times
+    the parts of steps. ``sleep`` is called with seconds after a step that could compute nothing.
     """
 
     def __init__(

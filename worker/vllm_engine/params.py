@@ -1,4 +1,4 @@
-"""Sequences as requests of vLLM."""
+"""Conversion of a sequence's parameters to those of a request of vLLM."""
 
 from __future__ import annotations
 

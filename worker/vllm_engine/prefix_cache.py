@@ -1,7 +1,7 @@
-"""Chunks of vLLM's prefix cache, followed by the events of its blocks. Pure.
+"""Chunks of vLLM's prefix cache, derived from the events of its blocks. Pure.
 
-vLLM identifies a block by a hash of its own. Routers know a chunk by the hash of its last
-block, as Everlift computes it (``everlift.hashes``).
+vLLM identifies a block by a hash of its own. Routers know a chunk by the hash of its last block, as
+Everlift computes it (``everlift.hashes``).
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ class RemovedBlocks:
 
 @dataclass(slots=True)
 class _Block:
-    """Block of the prefix cache, or one that a cached chunk lacks.
+    """Block of the prefix cache, or an evicted block of a chunk that is still partly cached.
 
-    ``position`` counts the blocks before it. ``before`` is Everlift's hash of the previous block,
-    or the salt. ``chunks`` are the names of the chunks that the block is part of.
+    ``hash`` is Everlift's hash of the block, and ``before`` that of the previous block, or the
+    salt. ``parent`` is vLLM's hash of the previous block; None if there is none. ``position`` is
+    the number of blocks before this one in its prefix. ``chunks`` are the names of the tracked
+    chunks (``_Followed``) that contain the block.
     """
 
     hash: bytes
@@ -110,7 +112,10 @@ class PrefixCache:
                 self._stored[chunk] = self._chunk(followed)
 
     def _follow(self, name: bytes, last: _Block) -> None:
-        """Follow the chunk that ends with the block ``name``, if all its blocks are known."""
+        """Begin to track the chunk that ends with the block ``last``, if all its blocks are known.
+
+        ``name`` is vLLM's hash of ``last``. Does nothing if the chunk is tracked already.
+        """
         if last.hash in self._chunks:
             return
         names = [name]

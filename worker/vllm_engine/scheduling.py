@@ -25,7 +25,10 @@ def known_tokens(params: Any) -> list[int]:
 
 
 class ContinuingScheduler(Scheduler):
-    """Scheduler that continues sequences; each step runs after the previous one has ended."""
+    """Scheduler that lets sequences continue after the output they already have.
+
+    Steps do not overlap: each is planned after the previous one has ended.
+    """
 
     #: called with each planned step that computes something, and the requests preempted before it
     on_scheduled: Callable[[SchedulerOutput, Sequence[str]], None] | None = None

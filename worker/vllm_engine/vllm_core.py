@@ -46,7 +46,12 @@ _STOPS = {FinishReason.STOP: Stop.EOS, FinishReason.LENGTH: Stop.LENGTH}
 
 @dataclass(frozen=True, slots=True)
 class CoreDevice:
-    """Sizes and device of a started core, from which the limits of the engine follow."""
+    """Sizes and device of a started core, from which the limits of the engine follow.
+
+    ``num_blocks`` is the number of usable KV blocks. ``adapters`` has the digests of the LoRA
+    adapters by name. Blocks are not swapped to host memory, so ``num_host_blocks`` and
+    ``host_load_s`` are 0.
+    """
 
     num_blocks: int
     vocab_size: int
@@ -228,7 +233,10 @@ def _num_without_image(event: BlockStored) -> int:
 
 
 def _salt(event: BlockStored) -> bytes:
-    """Return the salt of the first block of a prefix, which follows the name of an adapter."""
+    """Return the salt of a prefix from the event of its first block; empty if there is none.
+
+    The block's extra keys have the name of the adapter, if any, before the salt.
+    """
     keys = (event.extra_keys[0] if event.extra_keys else None) or ()
     own = keys[1:] if event.lora_name else keys
     return bytes.fromhex(own[0]) if own else b""
@@ -243,7 +251,11 @@ def _error(output: EngineCoreOutput) -> EverliftError:
 
 
 def _logprobs(found: Any) -> Iterator[TokenLogprobs]:
-    """Yield log probabilities; the first column of each row is the token itself."""
+    """Yield the log probabilities of each row of ``found``; nothing if ``found`` is None.
+
+    ``found`` has vLLM's lists or tensors of token ids, log probabilities and ranks. The first
+    column of a row is the sampled or prompt token; the others are the most likely ones.
+    """
     if found is None:
         return
     ids, logprobs, ranks, *_ = found
@@ -268,7 +280,10 @@ def _is_cpu() -> bool:
 
 
 def _backend(config: WorkerConfig) -> str:
-    """Return the name of vLLM's executor: Ray's if the placement group has several bundles."""
+    """Return the name of vLLM's executor: ``uni`` for one device, else ``ray`` or ``mp``.
+
+    Ray is used if the current Ray placement group has several bundles.
+    """
     if config.tensor_parallel == 1:
         return "uni"
     # Without a connection to Ray, the question for the placement group would start Ray.
@@ -285,7 +300,10 @@ def _executor_class(config: VllmConfig) -> type[Executor]:
 
 
 def _kv_cache_bytes(config: WorkerConfig, total_mib: int) -> int:
-    """Return the KV cache of one device, in bytes."""
+    """Return the size of one device's part of the KV cache, in bytes.
+
+    ``total_mib`` is the size on all devices together, in MiB.
+    """
     return (total_mib << 20) // config.tensor_parallel
 
 

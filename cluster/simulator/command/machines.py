@@ -105,10 +105,11 @@ def _size(model: str) -> ModelSize:
 def config_of(
     file: Path | None, assignments: Sequence[str] | None, kind: Kind | None = None
 ) -> Config:
-    """Return the cluster's settings from a file, the environment and ``assignments``.
+    """Return the cluster's settings from ``file``, the environment and ``assignments``.
 
-    ``assignments`` are texts such as ``router.order=hrrn``. The worker settings of ``kind`` apply
-    where none of these sets a value. Raises SettingsError.
+    Each of these sources overrides those before it. ``assignments`` are texts such as
+    ``router.order=hrrn``. The worker settings of ``kind`` apply where no source sets a value.
+    Raises SettingsError for invalid settings or an invalid file.
     """
     base = {"worker": kind.worker} if kind else {}
     return configuration.load(file, os.environ, assignments or (), base=base)

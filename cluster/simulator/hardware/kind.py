@@ -25,8 +25,8 @@ class Gpu:
 
     ``bandwidth`` (memory) and ``link_bandwidth`` are in bytes per second, ``flops`` in operations
     per second. ``link_bandwidth`` is the one-way bandwidth to other GPUs of the node (NVLink or
-    PCIe). ``capability`` is the CUDA compute capability, which determines ``kind`` together with
-    the memory.
+    PCIe). ``capability`` is the CUDA compute capability. Capability and memory determine ``kind``,
+    the kind of device.
     """
 
     name: str

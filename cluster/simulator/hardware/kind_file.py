@@ -6,9 +6,9 @@
       "worker": {"num_blocks": 26000, "max_model_len": 131072}
     }
 
-``worker`` has settings of a worker by key. They replace the defaults; settings of the configuration
-replace them in turn. Other sections are ignored: they may document, for example, how the figures
-were measured.
+``step_time`` has the fields of ``everlift.step_time.Roofline``. ``worker`` has settings of a worker
+by key, which replace the defaults; settings of the configuration replace these in turn. Other
+sections are ignored: they may document, for example, how the figures were measured.
 """
 
 from __future__ import annotations

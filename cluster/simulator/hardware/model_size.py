@@ -1,4 +1,8 @@
-"""Size of a model: its bytes, and its operations per token, row and pair. Pure."""
+"""Size of a model: its bytes and its operations. Pure.
+
+Operations are counted per token, per row (one sequence of a step), and per pair of a token and a
+token that it attends to.
+"""
 
 from __future__ import annotations
 

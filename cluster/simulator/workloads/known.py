@@ -1,15 +1,19 @@
 """Workloads by name. Pure.
 
-A published trace consists of token counts and times. The quantiles of lengths, the rate and the
-burstiness of a workload are those of the files that the authors published:
+A published trace consists of token counts and times. The files that its authors published determine
+a workload's quantiles of lengths, rate and burstiness:
 
     azure-*     Azure's LLM inference traces of 2023 (AzurePublicDataset): conversation and code
-    mooncake    Mooncake's conversation trace (FAST'25), with the names of its blocks of 512 tokens
-    chat        the mean lengths of ShareGPT's conversations, 161 and 338 tokens (vLLM, SOSP'23)
+    mooncake    Mooncake's conversation trace (FAST'25), with hash ids of its blocks of 512 tokens
+    chat        only the mean prompt and output lengths of ShareGPT's conversations, 161 and 338
+                tokens (vLLM, SOSP'23)
 
-Everything else is assumed: the extreme lengths of the distributions, chosen so that the means equal
-those of the traces; the deviation of the lengths of ``chat``, its rate and its burstiness; all of
-``reasoning``; tenants, classes, targets, deadlines, and the ``max_tokens`` of clients.
+Everything else is assumed:
+
+    extreme lengths    chosen so that the means of the distributions equal those of the traces
+    chat               the deviation of the lengths, the rate and the burstiness
+    reasoning          everything
+    all workloads      tenants, classes, targets, deadlines, and the ``max_tokens`` of clients
 """
 
 from __future__ import annotations

@@ -51,8 +51,9 @@ class TokenCount(TypedDict):
 class MessagesAnswer:
     """Writer of a message.
 
-    ``parser`` separates its text from reasoning and tool calls. ``max_tokens`` is the requested
-    limit; an output that is cut off earlier has filled the context.
+    ``parser`` splits the model's output into text, reasoning and tool calls. ``max_tokens`` is the
+    requested limit. An output that ends by its length with fewer tokens has filled the context, and
+    its stop reason says so.
     """
 
     def __init__(self, name: str, model: str, parser: Parser, max_tokens: int) -> None:

@@ -107,9 +107,10 @@ def _turns(at: str, message: Mapping[str, object]) -> list[Turn]:
 
 
 def _user(at: str, blocks: Sequence[tuple[str, Block]]) -> list[Turn]:
-    """Return a turn for each tool result, and one for each sequence of other parts.
+    """Return a turn for each tool result, and one for each uninterrupted sequence of other blocks.
 
-    Templates read only texts in tool results, so the images of these begin the last turn.
+    Images of tool results are moved to the beginning of a final user turn, because templates read
+    only texts in tool results.
     """
     turns: list[Turn] = []
     parts: list[Part] = []

@@ -50,9 +50,10 @@ class KeepAlive:
 class Events:
     """Server-sent events of one answer, which are polled; the creator must close the object.
 
-    With ``has_ids`` each event has an id line, which states the position up to which the client has
-    the output. Of several events for the same output only the last one has the position after it.
-    Clients that only know ``data`` lines would take the id line for the beginning of their JSON.
+    ``has_ids`` adds an id line to each event, which states the position up to which the client has
+    the output. Several events for the same output differ: the last one has the position after the
+    output, and the others have the position before it. ``has_ids`` must be false for clients that
+    only know ``data`` lines: they would take the id line for the beginning of the JSON.
     """
 
     def __init__(
@@ -111,7 +112,11 @@ class Events:
         return f"id: {self._transcript.event_id}\n" if self._has_ids else ""
 
     def _written(self, events: Sequence[Event], before: str | None = None) -> bytes:
-        """Return events as they are sent; all but the last one have the id line ``before``."""
+        """Return the encoded text of ``events``.
+
+        The last event has the id line of the client's current position. The others have the id line
+        ``before``, or the same one as the last event if ``before`` is None.
+        """
         last = self._id
         lines: list[str] = []
         for number, event in enumerate(events, 1):

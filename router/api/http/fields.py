@@ -103,9 +103,10 @@ class Fields(BaseModel):
     def _without_nulls(cls, data: Any) -> Any:
         """Remove known fields that are null, because null means absent.
 
-        Only one member more than there are known fields is read, because among so many members at
-        least one is unknown and is reported as an error. Raises Unsupported if a field is set that
-        the server does not support.
+        Reading stops after N + 1 members, where N is the number of known fields. Another member
+        need not be read: at least one of N + 1 is unknown, and is reported as an error. Raises
+        Unsupported if one of the members read is a field that the server does not support, and is
+        not null.
         """
         if not isinstance(data, dict):
             return data

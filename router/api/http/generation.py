@@ -145,8 +145,8 @@ class Generation:
     def poll(self) -> Numbered | None:
         """Return the index of a request and its next message; None if none is available yet.
 
-        Raises the error of a failed request. If the leader has rejected a request, closing the
-        object erases all requests that the call created and whose ids the client chose.
+        Raises the error of a failed request. If this error is a refusal by the leader, ``aclose``
+        erases all requests that the call created and whose ids the client chose.
         """
         while self._ready:
             index = next(iter(self._ready))

@@ -93,8 +93,8 @@ class Server:
     async def stop(self, grace: float | None) -> None:
         """Refuse new calls, give open calls ``grace`` seconds to end, and close all connections.
 
-        Calls that are still open after that time end with UNAVAILABLE. If ``grace`` is None, all
-        calls end so at once.
+        Calls that are still open after that time end with UNAVAILABLE. A ``grace`` of None or 0
+        ends all calls with this status at once.
         """
         for listening in self._listening:
             listening.close()

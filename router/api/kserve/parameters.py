@@ -267,7 +267,11 @@ def _timeout(parsed: ParsedRequest, name: str, values: Values) -> None:
 
 
 def _texts(field: str) -> Setter:
-    """Return a function that adds texts to the list ``field`` of a request; empty ones are none."""
+    """Return a function that appends texts to the list ``field`` of a request.
+
+    The function skips empty texts, and raises InvalidRequest if a value is not a string or not
+    UTF-8.
+    """
 
     def add(parsed: ParsedRequest, name: str, values: Values) -> None:
         texts = (_text(name, value) for value in values)

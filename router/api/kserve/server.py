@@ -192,9 +192,11 @@ class KserveServer:
         return index
 
     def _checked_name(self, name: str, version: str) -> str:
-        """Return the name under which a client asks for the model.
+        """Return ``name``, or the first model's name if ``name`` is empty.
 
-        Raises UnknownModel for another model, and the errors of ``check_version``.
+        Raises UnknownModel if no model is served under ``name``, or if ``version`` is neither empty
+        nor the model's version. Raises RouterStopping for an unknown name while one model replaces
+        another.
         """
         model = self._models.requested(name)
         description.check_version(model.name, version)

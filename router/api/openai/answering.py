@@ -177,7 +177,10 @@ class Answering:
     async def _prompt_ids(
         self, call: Call, generation: Generation, messages: Sequence[pb.GenerateRequest]
     ) -> list[Sequence[int]]:
-        """Return the token ids of the prompts. On an error, close ``generation`` and raise it."""
+        """Return the token ids of the prompts.
+
+        An error or cancellation closes ``generation`` and is raised again.
+        """
         try:
             names = [message.request_id for message in messages]
             return [await self._inference.prompt_ids(call.caller, name) for name in names]
@@ -243,10 +246,11 @@ class Answering:
         return Envelope(answer_id, int(time.time()), name, fingerprint or None)
 
     async def _tokenize_scored(self, messages: Sequence[pb.GenerateRequest]) -> None:
-        """Replace the texts of prompts whose log probabilities are requested by their token ids.
+        """Tokenise the texts of prompts whose log probabilities are requested.
 
-        The answer names these tokens. Tokens of earlier turns of a session are not reused. Raises
-        PromptTooLong if a text is far longer than the context.
+        The token ids replace the text in the message, because the answer names these tokens. Tokens
+        of earlier turns of a session are not reused. Raises PromptTooLong if a text is far longer
+        than the context.
         """
         for message in messages:
             if message.sampling.HasField("prompt_logprobs") and message.text:
@@ -326,7 +330,10 @@ def _set_name(call: Call, name: str) -> str:
 
 
 def _token_ids(fields: GenerationFields, messages: Sequence[pb.GenerateRequest]) -> TokenIds | None:
-    """Return a holder of the answer's token ids, or None. Raises OutOfRange."""
+    """Return a holder of the answer's token ids, or None if the client does not request them.
+
+    Raises OutOfRange if the prompts' token ids would make the answer too large.
+    """
     if not fields.return_token_ids:
         return None
     submissions.check_returned_ids(messages)

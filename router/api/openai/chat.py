@@ -218,7 +218,8 @@ class ChatAnswer(ChunkedAnswer):
     def encode_complete(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
         """Yield the JSON of a complete answer in parts, each of which is encoded quickly.
 
-        The first parts are empty: each stands for the time in which a choice is parsed.
+        The first parts are empty strings: one is yielded after each choice is parsed, so that the
+        caller can let other tasks run.
         """
         shown: list[ChatChoice] = []
         for index, choice in enumerate(choices):
@@ -318,7 +319,7 @@ def _message(deltas: Sequence[Delta]) -> Message:
 def _message_delta(deltas: Sequence[Delta]) -> MessageDelta:
     """Merge parts of a message into one, with a single element for each tool call.
 
-    langchain would take a second element in the same chunk for another call.
+    The langchain client treats two elements of the same call in one chunk as two calls.
     """
     message: MessageDelta = {}
     calls: dict[int, CallDelta] = {}

@@ -28,7 +28,11 @@ class ChunkOptions:
 
 
 class ChunkedAnswer:
-    """Base of completions and chat completions, whose events are chunks without a name."""
+    """Base class of the writers of completions and chat completions.
+
+    Server-sent events of such an answer have no name. The data of an event is a chunk, an error
+    or ``[DONE]``.
+    """
 
     def __init__(self, options: ChunkOptions) -> None:
         self._options = options

@@ -1,12 +1,12 @@
 """Log probabilities in the format of OpenAI's API. Pure.
 
 An answer lists the log probabilities of the sampled tokens, in order. Tokens that add nothing to
-the text are not listed: special tokens, and tokens after the position at which a stop string or a
-stop token cut the text. The bytes of all listed tokens together are the text in UTF-8, except that
-invalid byte sequences, which are U+FFFD in the text, are unchanged.
+the text are not listed: special tokens, and tokens beyond the cut at a stop string or stop token.
+The bytes of all listed tokens together are the text in UTF-8, except that invalid byte sequences,
+which are U+FFFD in the text, are unchanged.
 
-After an echoed prompt all tokens are listed, those of the prompt and those of the output, because
-evaluators find the scores of a continuation by the number of tokens before and after it.
+An answer with an echoed prompt lists all tokens of the prompt and of the output. Evaluators rely on
+this: they find the scores of a continuation by the number of tokens before and after it.
 """
 
 from __future__ import annotations
@@ -161,10 +161,10 @@ def _num_started(data: bytes) -> int:
 
 
 def placed(alignment: Alignment, output: NewOutput) -> list[Placed]:
-    """Add ``output`` to the alignment, and return the tokens whose positions are now known.
+    """Add ``output`` to the alignment, and return the tokens whose positions become known.
 
-    Tokens whose positions were known with the part of ``output`` that the client already has are
-    left out.
+    The part of ``output`` that the client already has is added first. Tokens whose positions become
+    known by this part are left out.
     """
     known, tokens, scores = output.num_known, output.tokens, output.logprobs
     alignment.add(tokens[:known], scores[:known], output.known_text, is_end=False)
@@ -251,8 +251,9 @@ def placed_in_prompt(
 
     ``scores`` are those of the tokens from the second one on; the first one gets ``NO_SCORES``. A
     special token that ``text`` does not contain gets the position of the next token. The positions
-    are approximate if the tokenizer changed the text, for example by normalising it, or added a
-    special token with which the text begins, too.
+    are approximate if the tokenizer changed the text, for example by normalising it. Positions are
+    also approximate if the tokenizer added a special token and the text itself begins with the
+    string of that token.
     """
     offset, incomplete, is_first = 0, b"", True
     for token, its_scores in zip(tokens, chain((NO_SCORES,), scores), strict=True):
@@ -303,7 +304,11 @@ def written_of_completion(
     offsets: list[str] = []
 
     def tokens() -> Iterator[list[str]]:
-        """Yield the strings of tokens as JSON; add to ``scores``, ``tops`` and ``offsets``."""
+        """Yield, for each part, a list with one string: the part's tokens as members of an array.
+
+        The members are JSON. The part's other values are appended in the same form to ``scores``,
+        ``tops`` and ``offsets``.
+        """
         for shown in chain(echoed, output):
             if not shown["tokens"]:
                 continue

@@ -40,8 +40,9 @@ _MAX_RETURNED_IDS = 1 << 22
 def of_completion(fields: CompletionFields) -> list[pb.GenerateRequest]:
     """Return a request for each prompt.
 
-    A request has at least one output token, which a client that asks for none does not receive
-    (``Transcript``). Raises InvalidRequest, OutOfRange or Unsupported if a field is invalid.
+    Each request is for at least one output token: a ``max_tokens`` of 0 becomes 1, and
+    ``Transcript`` hides this token from the client. Raises TooManyRequests if there are too many
+    prompts, and InvalidRequest, OutOfRange or Unsupported if a field is invalid.
     """
     prompts = fields.prompts
     if len(prompts) > MAX_PROMPTS:
@@ -162,10 +163,10 @@ def check_unstreamed_size(messages: Sequence[pb.GenerateRequest], context: int) 
 
 
 def check_response_size(message: pb.GenerateRequest, context: int) -> None:
-    """Check that no event of a response, which may have the whole content, becomes too large.
+    """Check that no event of a response becomes too large.
 
-    Raises OutOfRange if the response could contain too many log probabilities. ``context`` is the
-    maximum length of a sequence in tokens.
+    An event may contain the whole content of the response. Raises OutOfRange if the response could
+    contain too many log probabilities. ``context`` is the maximum length of a sequence in tokens.
     """
     num_logprobs = _num_logprobs(message, context)
     if num_logprobs > _MAX_RESPONSE_LOGPROBS:

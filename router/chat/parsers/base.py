@@ -5,8 +5,8 @@ pieces. A client that reads a stream again from any offset therefore continues w
 character. Text is held back while its meaning is undecided: a possible opening mark of a call, a
 call before its name and arguments are known, an incomplete escape in its arguments.
 
-Text that turns out not to be a call is unchanged content. If this text is short, it is searched for
-another call; the limit bounds how often a character can be read.
+Text that turns out not to be a call is unchanged content. If this text is not longer than a limit,
+it is searched for another call. The limit (_MAX_REREAD) bounds how often a character can be read.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class CharParser:
     def _read_nonspace(self) -> Reading[str]:
         """Read up to the next character that is not whitespace, and return this character.
 
-        The whitespace before it becomes pending, too.
+        All characters that are read, including whitespace, are added to the pending ones.
         """
         while (char := (yield from self._read())) in SPACE:
             pass
@@ -189,8 +189,8 @@ class CharParser:
     def _read_mark(self, *marks: str) -> Reading[str]:
         """Read whitespace and one of ``marks``, and return this mark.
 
-        Return an empty text as soon as none of them can follow. The character that fits none is
-        read again, unless it is the first one behind the whitespace.
+        Return an empty text as soon as the characters fit none of the marks. The last character is
+        then put back, to be read again, unless it is the first one after the whitespace.
         """
         char = yield from self._read_nonspace()
         for mark in marks:
@@ -211,7 +211,7 @@ class CharParser:
         return ""
 
     def _read_until(self, mark: str, max_chars: int) -> Reading[str]:
-        """Read up to ``mark``, and return the text before it.
+        """Read up to the end of ``mark``, and return the text before the mark.
 
         Raises NoCall if this text has more than ``max_chars`` characters.
         """
@@ -250,10 +250,11 @@ class CharParser:
     # arguments that are a JSON object
 
     def _arguments(self, name: str) -> Reading[None]:
-        """Emit a call and its arguments, a JSON object whose first bracket is the last one read.
+        """Emit a call, then read and emit its arguments, a JSON object.
 
-        The arguments end where their brackets close. The client has to check whether they are valid
-        JSON and fit the tool.
+        The opening bracket of the object must be the last character that was read. The arguments
+        end where their brackets close. The client has to check whether they are valid JSON and fit
+        the tool.
         """
         del self._pending[:-1]
         self._emit_call(name)
@@ -328,7 +329,7 @@ class CharParser:
         self._pending.clear()
 
     def _drop_space(self) -> None:
-        """Drop the whitespace before the first other pending character; read the rest again."""
+        """Drop the leading whitespace of the pending characters; let the others be read again."""
         self._push_back(len(self._pending) - self._num_leading_spaces())
         self._drop()
 
@@ -353,8 +354,9 @@ class CharParser:
 class MarkedCallParser(CharParser):
     """Base of parsers of outputs in which a mark begins a call, and all other text is content.
 
-    A subclass sets ``_opens``, the marks, and implements ``_calls``, which reads a call after one
-    of them, and further calls that follow it directly. It raises NoCall for any other text.
+    A subclass sets ``_opens``, the marks, and implements ``_calls``. The method ``_calls`` reads
+    the call after one of the marks, and further calls that follow it directly. ``_calls`` raises
+    NoCall if the text after the mark is not a call.
     """
 
     _opens: tuple[str, ...]

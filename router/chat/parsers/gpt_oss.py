@@ -37,8 +37,8 @@ _MAX_WORD = 128
 class GptOssParser(CharParser):
     """Parser of an output in the harmony format.
 
-    A message to another recipient than the tools' functions is content with its header. Without
-    tools, no call is recognised. Text outside of messages is content.
+    A message whose recipient is not a function of the tools is content, including its header.
+    Without tools, no call is recognised. Text outside of messages is content.
     """
 
     def __init__(self, tools: CallableTools) -> None:
@@ -82,7 +82,11 @@ class GptOssParser(CharParser):
         return self._emit_reasoning
 
     def _fields(self, mark: str) -> Reading[tuple[str, str]]:
-        """Read a header up to the mark <|message|>, and return its channel and its recipient."""
+        """Read the header after ``mark`` up to <|message|>, and return its channel and recipient.
+
+        ``mark`` is empty if no mark precedes the header. An absent channel or recipient is empty.
+        Raises NoCall if the text is not a header.
+        """
         fields = {_CHANNEL: "", "to=": ""}
         # Unless a mark precedes it, the first word of the header is in the prompt.
         expected = mark

@@ -124,10 +124,10 @@ class Qwen3CoderParser(MarkedCallParser):
         self._add_arguments(_typed(text, types))
 
     def _ends_value(self) -> Reading[bool]:
-        """Read the mark that ends a value, with a line break before it.
+        """Read the mark that ends a value, with a line break before it if there is one.
 
-        Return False as soon as another text follows, and let the character that does not fit be
-        read again.
+        Return False as soon as the text differs. The last character is then put back, to be read
+        again, unless it is the first one that was read.
         """
         char = yield from self._read()
         has_break = char == "\n"
@@ -145,7 +145,7 @@ def _json(text: str) -> str:
 
 
 def _typed(text: str, types: frozenset[str]) -> str:
-    """Return a value as JSON: of one of ``types`` if it fits one, else a string."""
+    """Return ``text`` as JSON of one of ``types``, or as a JSON string if it fits none."""
     value = text.strip()
     if "null" in types and value in ("null", "None"):
         return "null"
@@ -160,7 +160,7 @@ def _typed(text: str, types: frozenset[str]) -> str:
 
 
 def _loaded(text: str) -> object:
-    """Return the value of a JSON text; None if it is none."""
+    """Return the value of a JSON text, or None if the text is not valid JSON."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

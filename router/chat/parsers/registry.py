@@ -51,7 +51,11 @@ class Formats:
         return cls(tools, None if reasoning is GPT_OSS_REASONING else reasoning)
 
     def wrapped(self, parser: Parser, prompt: str) -> Parser:
-        """Return ``parser``, or a parser that gives it the text after the reasoning."""
+        """Return a parser that separates the reasoning and gives all other text to ``parser``.
+
+        ``prompt`` may end with the beginning of the reasoning. Return ``parser`` itself if
+        ``reasoning`` is None, or if ``parser`` already separates the reasoning (gpt_oss).
+        """
         return parser if self.reasoning is None else self.reasoning.wrapped(parser, prompt)
 
 

@@ -19,9 +19,10 @@ _TAIL = 256
 class ThinkParser(CharParser):
     """Parser that separates the reasoning, and gives the text after it to the parser ``inner``.
 
-    The reasoning must begin the output. A prompt that ends with the mark ``opens`` begins it
-    already; after a prompt that ends with an empty reasoning, the output begins without it. Line
-    breaks after either mark are dropped, as is whitespace before the mark ``closes``.
+    Reasoning begins at the start of the output if ``prompt`` ends with the mark ``opens``; else the
+    output must begin with this mark. Any other output has no reasoning, as is usual after a prompt
+    that ends with an empty reasoning. Line breaks after either mark are dropped, as is whitespace
+    before either mark.
     """
 
     def __init__(self, opens: str, closes: str, inner: Parser, prompt: str) -> None:
@@ -69,7 +70,11 @@ class ThinkParser(CharParser):
         return deltas + self._inner.feed(self._handed_over()) + self._inner.finish()
 
     def _handed_over(self) -> str:
-        """Return the text with which the inner parser begins; empty if it has begun."""
+        """Remove and return the characters that were fed, but are to be parsed by the inner parser.
+
+        The text is empty if the inner parser has received all of them. Returned characters no
+        longer count in ``_num_fed``.
+        """
         text = "".join((*self._pending, *self._unread))
         self._num_fed -= len(text)
         self._pending.clear()

@@ -34,11 +34,11 @@ class PromptStore:
         self._images: dict[str, _Image] = {}
 
     def add(self, request: Request) -> tuple[Request, str]:
-        """Store the full chunks of a prompt, which ``release`` removes again.
+        """Store the full chunks and the images of a request, which ``release`` removes again.
 
         Return the request without the tokens of these chunks, and the name of the last chunk. The
-        name is empty if the prompt has no full chunk. The request has one copy of each image with
-        all other requests of its tenant.
+        name is empty if the prompt has no full chunk. Each image of the returned request is the one
+        copy that all requests of its tenant share.
         """
         last = ""
         for number, name in enumerate(chunk_names(request)):

@@ -174,12 +174,13 @@ class Record:
         self.explanation = explanation or self.explanation
 
     def compare(self, copy: Stored) -> Reasserted:
-        """Compare the copy that a router sent with this record.
+        """Compare this record with the copy that a router sent.
 
         Returns DIVERGED if the two contradict each other. If this record is final, there is nothing
         to merge: returns OK if the copy is final or all its choices have ended, else ENDED. If this
-        record is not final, returns TAKEN if another router owns the request and the copy counts no
-        more state changes. Otherwise returns OK: ``merge`` may merge the copy.
+        record is not final, returns TAKEN if another router owns the request and the copy does not
+        count more state changes than this record. Otherwise returns OK: ``merge`` may merge the
+        copy.
         """
         if copy.request.body_hash != self.request.body_hash or not self._agrees(copy):
             return Reasserted.DIVERGED

@@ -253,10 +253,10 @@ def entry(request_id: str, fields: Sequence[Any]) -> Entry:
 
 
 def stored(request_id: str, offsets: Sequence[int], answer: Sequence[Any]) -> Stored:
-    """Return a request from the answer of the function ``continuation`` in common.lua.
+    """Return a request from the result of the function ``continuation`` in common.lua.
 
-    ``answer`` is without its first word. ``offsets`` are the offsets that were requested, one per
-    choice; missing ones at the end are 0.
+    ``answer`` is this result without its first element, the status "ok". ``offsets`` has the
+    requested token offset of each choice; choices without an element have offset 0.
     """
     fields, data, deadline, choices, prompt_logprobs, now, explanation, chunks, images = answer
     request = Request.from_bytes(data, unpack_tokens(b"".join(reversed(chunks))), images)

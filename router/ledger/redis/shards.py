@@ -151,11 +151,11 @@ class Shards:
     async def run_with_info(
         self, call: Call, sections: Sequence[str], more: Sequence[Command]
     ) -> tuple[Any, list[Info]]:
-        """Run a script; return its answer, and sections of INFO of every server.
+        """Run a script; return its answer, and ``sections`` of INFO of each server with a shard.
 
-        The commands ``more`` are run too; their answers are not returned. If a full server refuses
-        one of them, this is ignored. All takes one round trip, so the script's answer and the INFO
-        of its server are from the same run of the server. Raises LedgerUnavailable.
+        The commands ``more`` are run too. Their answers are not returned, and a refusal by a full
+        server is ignored. All commands are sent in one round trip, so the script's server does not
+        restart between the script's answer and the server's INFO. Raises LedgerUnavailable.
         """
         info = ("INFO", *sections)
 
@@ -283,12 +283,13 @@ class Shards:
         return call.key or self._roots[call.shard]
 
     def _settling(self, calls: Sequence[Call]) -> list[Command]:
-        """Return the commands that follow the calls and wait until a replica has their writes.
+        """Return commands that, sent after ``calls``, wait until a replica has their writes.
 
-        WAIT and WAITAOF wait for the last write of their connection, but a repeated call writes
-        nothing. So a key is always written before: PEXPIRE is always replicated, and a full server
-        accepts it. WAITAOF without WAIT would take a second, because the replica would first report
-        the state of its disk from before it received the write.
+        The list is empty if no call settles, or if the durability class is not ``replicated``. WAIT
+        and WAITAOF wait only for the last write of their connection, but a retried call may write
+        nothing. Therefore each WAIT follows a write of a separate key: PEXPIRE is always
+        replicated, and a full server accepts it. WAITAOF without WAIT would take a second, because
+        the replica would first report the state of its disk from before it received the write.
         """
         if not self._is_replicated:
             return []

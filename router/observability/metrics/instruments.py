@@ -83,7 +83,7 @@ class Instruments:
         return known
 
     def of_model(self, model: str) -> _Model:
-        """Return the counters of a model; the name is empty for requests that name no known one."""
+        """Return a model's counters; ``model`` is empty for requests that name no known model."""
         if (known := self._models.get(model)) is None:
             known = self._models[model] = _Model(model, *self._counters)
         return known

@@ -85,7 +85,8 @@ _WORKER_COUNTERS: Mapping[str, tuple[str, Callable[[WorkerLink], float]]] = {
 class VllmCollector:
     """Prometheus collector of metrics under vLLM's names.
 
-    The label model_name is the name in the ledger of one of ``models``.
+    The label model_name is the name of one of ``models``, as stored in the ledger. It is empty in
+    counters of requests that name no known model.
     """
 
     def __init__(

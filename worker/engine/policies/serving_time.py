@@ -14,8 +14,9 @@ _BATCHES, _NEAREST = 64, 3
 class BatchSize(NamedTuple):
     """Size of a batch, for an estimate of its time.
 
-    ``prompt`` and ``output`` are the longest prompt and the longest predicted output of its
-    sequences, in tokens. Both include the output that a sequence already has.
+    ``prompt`` is the largest number of tokens that one of its sequences already has, in prompt and
+    output together. ``output`` is the largest predicted number of tokens of a whole output,
+    including those that exist already.
     """
 
     num_sequences: int

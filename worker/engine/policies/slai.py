@@ -4,9 +4,9 @@ A step's budget goes, in this order, to
 
     decodes whose deadline is near  ->  prefills, the shortest first  ->  the other decodes
 
-The deadline of a token is ``tbt_target`` seconds after the previous token of its sequence. It is
-near if the step after this one is expected to end after it. A decode whose deadline is not near is
-deferred only as long as prefills use the whole budget.
+The deadline of a token is ``tbt_target`` seconds after the previous token of its sequence. A
+deadline is near if the step after the current one is not expected to end before that deadline. A
+decode whose deadline is not near is deferred only as long as prefills use the whole budget.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class Slai(Continuous):
     """Policy that defers decodes in favour of prefills until their deadlines are near.
 
     If the budget suffices for all decodes with near deadlines, no decode is deferred beyond its
-    deadline. A token is then late by less than two steps. It is on time if neither of these two
-    steps takes longer than the longest of the last steps.
+    deadline. The token of a deferred decode may still be late, by less than two steps: the last
+    step that defers it, and the next, which computes it. It is on time if neither takes longer than
+    the longest of the last 16 steps.
 
     Prefills are sorted as in ``Continuous``.
     """

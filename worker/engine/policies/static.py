@@ -49,9 +49,9 @@ class ClosedBatch:
         return self._members.head()
 
     def close(self, size: int) -> None:
-        """Move later arrivals to the closed batch until ``size`` of its members have no slot.
+        """Move later arrivals to the closed batch until ``size`` members are without a slot.
 
-        If there are too few later arrivals, all of them are moved.
+        All later arrivals are moved if there are too few.
         """
         while len(self._members) < size and (head := self._later.head()) is not None:
             self._later.remove(head)

@@ -85,7 +85,10 @@ class HfConfig:
         return value
 
     def positive(self, key: str, otherwise: int | None = None) -> int:
-        """Return the positive integer under ``key``, or ``otherwise`` if it is missing or null."""
+        """Return the positive integer under ``key``, or ``otherwise`` if it is missing or null.
+
+        Raises UnsupportedModel in that case if ``otherwise`` is None.
+        """
         value = self.get(key, otherwise)
         if type(value) is not int or value < 1:
             raise self._wrong(key, "a positive integer")

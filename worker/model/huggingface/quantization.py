@@ -126,7 +126,10 @@ def _compressed(section: HfConfig) -> WeightFormat:
 
 
 def _has_dynamic_fp8(section: HfConfig) -> bool:
-    """Return whether the inputs of all quantised layers are quantised to FP8 as they come."""
+    """Return whether the inputs of all quantised layers are dynamically quantised to FP8.
+
+    Dynamic quantisation computes the scales of inputs at run time.
+    """
     groups = section.section("config_groups")
     inputs = [groups.section(name).section("input_activations") for name in groups]
     forms = [(each.get("num_bits"), each.get("type"), each.get("dynamic")) for each in inputs]
@@ -134,7 +137,11 @@ def _has_dynamic_fp8(section: HfConfig) -> bool:
 
 
 def _weights_of_groups(section: HfConfig) -> HfConfig:
-    """Return how the weights of all ``config_groups`` are quantised, which must be alike."""
+    """Return the section ``weights``, which all ``config_groups`` must have in common.
+
+    Raises UnsupportedModel if there is no group, if sections ``weights`` differ, or if the targets
+    of a group do not include Linear.
+    """
     groups = section.section("config_groups")
     found = [groups.section(name) for name in groups]
     forms = [group.get("weights") for group in found]

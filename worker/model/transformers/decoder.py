@@ -106,7 +106,11 @@ def _as_passage(trunk: nn.Module) -> nn.Module:
 
 
 def _with_passage(module: nn.Module, trunk: Sequence[str]) -> nn.Module:
-    """Return a copy of ``module`` whose submodule at the path ``trunk`` is made by _as_passage."""
+    """Return a copy of ``module`` in which _as_passage has replaced the submodule ``trunk``.
+
+    ``trunk`` has the names on the path to the submodule; if empty, ``module`` itself is replaced.
+    The original is not changed.
+    """
     if not trunk:
         return _as_passage(module)
     name, *inner = trunk

@@ -12,7 +12,11 @@ from worker.model.transformers.attention import PAGED, SURVEY, attention_forward
 
 
 class InterfacedFalcon(FalconForCausalLM):
-    """Falcon whose attention can be set to SURVEY or PAGED; all else is as in transformers."""
+    """Falcon whose attention can be replaced, as transformers allows for other models.
+
+    It can be set to SURVEY or PAGED of worker.model.transformers.attention. All else is as in
+    transformers.
+    """
 
     def __init__(self, config: FalconConfig) -> None:
         super().__init__(config)

@@ -57,7 +57,10 @@ class Unservable(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Result of a survey; ``trunk`` is the name of the submodule that returns hidden states."""
+    """Description of a transformers model's attention, as ``survey`` found it.
+
+    ``trunk`` is the name of the submodule that returns hidden states.
+    """
 
     layers: PagedLayers
     trunk: str
@@ -125,7 +128,7 @@ def _form(call: Call) -> AttentionForm:
 
 
 def _encode_window(*, mask_function: MaskFunction, device: torch.device, **_: Any) -> Tensor:
-    """Return a mask that has no other content than its window, which is 0 if it has none."""
+    """Return an int64 mask [1, 1, 1, 1] whose element is the window, or 0 if there is no window."""
     window = window_of(mask_function) or 0
     return torch.full((1, 1, 1, 1), window, dtype=torch.int64, device=device)
 

@@ -122,8 +122,8 @@ def burstgpt(row: Row) -> Arrival | None:
 def mooncake(row: Row) -> Arrival:
     """Return the request of a line in Mooncake's format.
 
-    ``prefix`` has the names of the full blocks of the prompt. A last block that is not full is left
-    out, because no other prompt shares it.
+    ``prefix`` has the hash ids of the full blocks of the prompt. A last block that is not full is
+    left out, because no other prompt shares it.
     """
     prompt_tokens = row.count("input_length", least=1)
     output_tokens = row.count("output_length", least=1)

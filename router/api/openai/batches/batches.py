@@ -67,7 +67,12 @@ class Batches:
         return _answer(batch)
 
     async def _check(self, caller: Caller, fields: BatchFields) -> None:
-        """Check that the caller's tenant may create a batch, and its input file."""
+        """Check the input file of a new batch, and that the caller's tenant may create the batch.
+
+        Raises UnknownObject if the file does not exist, and InvalidRequest if its purpose is not
+        ``batch``. Raises OutOfRange if the tenant has no room for another file, RateLimited if the
+        tenant has too many unfinished batches, and LedgerUnavailable.
+        """
         file = await self._files.get(caller, fields.input_file_id)
         if file.purpose != "batch":
             raise InvalidRequest(

@@ -66,9 +66,10 @@ class Execution:
         await _for_requests(batch_id, number, cancel)
 
     async def forget(self, caller: Caller, batch_id: str, number: int) -> None:
-        """Erase the requests of a line, which may then be submitted again.
+        """Erase the requests of a line, so that the line may be submitted again.
 
-        Raises Moved and LedgerUnavailable.
+        Unfinished requests are cancelled first. Raises LedgerUnavailable, and Moved if another
+        router takes over a request.
         """
 
         async def forget(request_id: str) -> None:
@@ -86,7 +87,11 @@ class Execution:
 
 
 async def _for_requests(batch_id: str, number: int, do: Callable[[str], Awaitable[None]]) -> None:
-    """Call ``do`` with the id of each request of a line that exists."""
+    """Call ``do`` with the id of each existing request of a line.
+
+    ``do`` raises UnknownRequest for an id without a request. A line with several prompts has one
+    request for each of them; the calls end at the first one that does not exist.
+    """
     name = line_name(batch_id, number)
     with suppress(UnknownRequest):
         await do(name)
@@ -119,5 +124,9 @@ class _Receiving:
 
 
 def line_name(batch_id: str, number: int) -> str:
-    """Return the request id of a line. The index of a prompt is appended if it has several."""
+    """Return the request id of a line.
+
+    Each request of a line with several prompts has this id, followed by a colon and the index of
+    its prompt.
+    """
     return f"{batch_id}-{number}"

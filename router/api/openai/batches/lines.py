@@ -57,10 +57,10 @@ def parse_line(number: int, data: bytes, endpoint: str) -> Line:
 def parse_lines(
     first: int, group: Sequence[bytes], endpoint: str, excluded: Container[str]
 ) -> list[Line]:
-    """Parse consecutive lines of an input file, of which ``first`` is the number of the first one.
+    """Parse consecutive lines of an input file, numbered from ``first``.
 
-    Lines without a request, and those with a custom id in ``excluded``, are omitted. Raises
-    InvalidRequest.
+    Blank lines, and lines with a custom id in ``excluded``, are omitted. Raises InvalidRequest if a
+    line that is not blank is not a request of ``endpoint``.
     """
     numbered = enumerate(group, first)
     lines = (parse_line(number, data, endpoint) for number, data in numbered if data.strip())
@@ -130,9 +130,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Result of a line; ``data`` is its line in a result file, ``counts`` what it adds.
+    """Result of a line of a batch.
 
-    A line that failed belongs to the error file.
+    ``data`` is the line with this result in a result file. ``counts`` is what the result adds to
+    the counts of the batch. The error file has the results of lines that failed.
     """
 
     batch_id: str

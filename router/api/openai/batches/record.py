@@ -154,11 +154,15 @@ class BatchRecord:
         return self.endpoint, self.input_file_id, window, expires, metadata
 
     def claimed(self, runner: str) -> Self:
-        """Return the batch as the router ``runner`` runs it."""
+        """Return the batch with ``runner`` as the router that runs it."""
         return replace(self, runner=runner)
 
     def started(self, total: int, model: str | None, now: float) -> Self:
-        """Return the batch after its input file was checked, which has ``total`` lines."""
+        """Return the batch after the check of its input file, which has ``total`` lines.
+
+        ``model`` is the first model that a line names, or None. The status becomes in_progress,
+        unless the batch was cancelled meanwhile.
+        """
         checked = replace(self, total=total, model=model)
         # It may have been cancelled in the meantime.
         if self.status != "validating":

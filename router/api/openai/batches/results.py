@@ -16,12 +16,12 @@ from router.ledger.objects import MAX_OBJECT_BYTES
 
 
 class Results:
-    """Results of a batch, of which only one router at a time can append.
+    """Results of a batch, to which only one router at a time can append.
 
     ``flush`` raises ObjectConflict if another router has appended since ``load``. A line therefore
     has at most one result, even if two routers run the batch. Each change is a compare-and-swap of
-    the last chunk: either lines are added to it, it becomes full, or, if it is full, the next one
-    is created. Results are kept until ``expires_at``, in seconds since 1970.
+    one chunk. The change adds lines to the last chunk, which may become full, or creates the chunk
+    after a full one. Results are kept until ``expires_at``, in seconds since 1970.
     """
 
     def __init__(
@@ -92,7 +92,11 @@ class Results:
         return True
 
     async def _store(self, group: Sequence[Result], *, is_full: bool) -> None:
-        """Append the results ``group`` to the last chunk, and store it."""
+        """Append ``group`` to the last chunk, and store the chunk, marked as full if ``is_full``.
+
+        A result that is too large for an object of the ledger is replaced by an error. Raises
+        ObjectConflict if another router has appended, LedgerFull and LedgerUnavailable.
+        """
         chunk = replace(self._last + _chunk_of(group), is_full=is_full)
         data = await asyncio.to_thread(chunk.to_bytes)
         if len(data) > MAX_OBJECT_BYTES:

@@ -47,9 +47,9 @@ class StoredBatches:
         self._retention_s = retention_s
 
     async def create(self, caller: Caller, batch_id: str, record: BatchRecord) -> StoredBatch:
-        """Store a new batch; return the existing one if the call is repeated.
+        """Store a new batch, or return the existing one if an earlier call created it.
 
-        Raises RequestConflict if that was created by another call, LedgerFull and
+        Raises RequestConflict if the body of the earlier call was different, LedgerFull and
         LedgerUnavailable.
         """
         await self._put_unfinished(caller, batch_id, record)
@@ -116,10 +116,10 @@ class StoredBatches:
     async def list_page(
         self, caller: Caller, after: str, limit: int
     ) -> tuple[Sequence[StoredBatch], bool]:
-        """Return up to ``limit`` batches that precede ``after``, newest first.
+        """Return up to ``limit`` batches that are older than the batch ``after``, newest first.
 
-        An empty ``after`` begins with the newest. Also return whether there are more. Raises
-        UnknownObject for a malformed ``after``, and LedgerUnavailable.
+        If ``after`` is empty, begin with the newest batch. Also return whether there are more.
+        Raises UnknownObject for a malformed ``after``, and LedgerUnavailable.
         """
         start = _name(caller, after) if after else ""
         names = await self._ledger.list_objects(_KIND, caller.tenant, start, limit + 1)
@@ -149,7 +149,11 @@ class StoredBatches:
             last = names[-1]
 
     async def drop_unfinished(self, batch_id: str, tenant: str) -> None:
-        """Remove a batch without a record from the unfinished ones, unless it is new."""
+        """Remove the entry of a batch without a record from the list of unfinished batches.
+
+        The entry stays for 10 seconds after the creation of the batch id, because the record may
+        still be stored. Raises LedgerUnavailable.
+        """
         created_at = int(batch_id[len(BATCH_PREFIX) :][:12], 16) / 1000
         if self.ledger_time() > created_at + _CREATION_S:
             await self._ledger.delete_object(_unfinished_name(batch_id, tenant))

@@ -101,7 +101,10 @@ class Conversations:
 
 
 async def _new_items(raw: Sequence[Item], key: str) -> list[Item]:
-    """Return items that a client adds, with new ids. Raises the errors of ``input_turns``."""
+    """Check items that a client adds, and return them with new ids (``added_items``).
+
+    ``key`` is the result of ``_key``. Raises the errors of ``input_turns``.
+    """
     if raw:
         await tokenizer.with_text(num_text_characters(raw), lambda: input_turns(raw, "items"))
     return added_items(raw, key)

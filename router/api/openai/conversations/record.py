@@ -32,11 +32,12 @@ Parts = tuple[tuple[Item, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class ResponseReference:
-    """Response whose items belong to a conversation once it has finished.
+    """Reference to a response, whose items belong to the conversation once the response finishes.
 
-    ``name`` is its request id. ``added_at`` is the ledger time in seconds at which it was added:
-    its request is created soon after that time. ``parts`` are its items, in the form of
-    ``Contents.parts``, once they have been copied from its request, which may then expire.
+    ``name`` is the request id of the response. ``added_at`` is the ledger time in seconds at which
+    the response was added; its request is created soon after that time. ``parts`` are copies of the
+    items, in the form of ``Contents.parts``; None before the items are copied from the request. The
+    request may expire after the copy.
     """
 
     name: str
@@ -94,7 +95,10 @@ class ConversationRecord:
         return self
 
     def check_added(self, items: Sequence[Item], key: str) -> None:
-        """Raise RequestConflict unless calls with the idempotency key added exactly ``items``."""
+        """Raise RequestConflict unless the calls with ``key`` added exactly ``items``.
+
+        ``key`` is the result of ``idempotency_digest``.
+        """
         if self._added_by(key) != {item["id"] for item in items}:
             raise RequestConflict("the idempotency key was already used with other items")
 
@@ -133,13 +137,16 @@ class ConversationRecord:
         return replace(self, entries=tuple(kept))
 
     def without_item(self, item_id: str) -> Self:
-        """Return the record without an item, which is its own or one of a response."""
+        """Return the record without an item, whether a client or a response added the item."""
         kept = tuple(it for it in self.entries if not _is_item(it, item_id))
         hidden = tuple(dict.fromkeys((*self.hidden, item_id)))
         return replace(self, entries=kept, hidden=hidden)
 
     def before_response(self, name: str) -> Self:
-        """Return the record as of before the response ``name`` was added; unchanged without it."""
+        """Return the record with only the entries before the response ``name``.
+
+        A record without that response is returned unchanged.
+        """
         for index, entry in enumerate(self.entries):
             if _is_reference(entry, name):
                 return replace(self, entries=self.entries[:index])
@@ -203,7 +210,11 @@ def idempotency_digest(path: str, name: str) -> str:
 
 
 def _begin(key: str) -> str:
-    """Return the beginning of the ids of items that a call with a key adds, after the prefix."""
+    """Return the text that follows the prefix, such as ``msg``, in the ids of a call's items.
+
+    ``key`` is the ``idempotency_digest`` of the call, which adds the items. The text is the same
+    for all of them.
+    """
     return f"_{key[:16]}"
 
 

@@ -66,9 +66,11 @@ class StoredConversation:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Items of a conversation: ``parts`` are items that belong together, in their order.
+    """Items of a conversation in their order, grouped into ``parts``.
 
-    ``unfinished`` is the name of a response that has not ended, if there is one.
+    A part has successive items that clients added, or the input or the output of one response. No
+    turn extends over several parts. ``unfinished`` is the name of a response that has not ended;
+    empty if there is none.
     """
 
     parts: Sequence[Sequence[Item]]
@@ -126,9 +128,10 @@ class StoredConversations:
     ) -> StoredConversation:
         """Replace the record of a conversation by ``changed(record)``, and return the result.
 
-        Items of responses that have ended are copied into the record, because its change extends
-        its life, but not that of their requests. Raises UnknownObject, ConversationLocked if others
-        change it all the time, and the errors of ``changed`` and of ``Ledger.put_object``.
+        Items of ended responses are copied into the record first: a change prolongs the life of the
+        conversation, but not that of the responses' requests. Raises UnknownObject,
+        ConversationLocked if others change the conversation all the time, OutOfRange if the record
+        becomes too large, LedgerFull, LedgerUnavailable, and the errors of ``changed``.
         """
         for _ in range(_MAX_TRIES):
             known = await self._copied(caller, await self.get(caller, conversation_id))
@@ -142,7 +145,10 @@ class StoredConversations:
         )
 
     async def _copied(self, caller: Caller, known: StoredConversation) -> StoredConversation:
-        """Return a conversation with copies of the items of responses that have ended."""
+        """Return ``known`` with the items of its ended responses copied into the record.
+
+        A response whose items would make the record too large is left as it is. Nothing is stored.
+        """
         responses = await self._read(caller, known.record)
         copies = {
             name: _response_parts(response, known.conversation_id)
@@ -233,10 +239,10 @@ class StoredConversations:
     async def add_response(
         self, caller: Caller, conversation: StoredConversation, name: str
     ) -> bool:
-        """Add a response, whose request will be created, to an unchanged conversation.
+        """Add a response to a conversation, before the request of the response is created.
 
-        Items are copied as by ``change``. Return False, and add nothing, if the conversation has
-        changed since it was read.
+        Items of ended responses are copied into the record, as by ``change``. Return False, and add
+        nothing, if the conversation has changed since it was read.
         """
         reference = ResponseReference(name, self._ledger_time())
         known = await self._copied(caller, conversation)

@@ -29,8 +29,8 @@ class StoredFiles:
     """Reader and writer of files.
 
     ``ledger_time`` returns the ledger's time in seconds since 1970. Files are kept for
-    ``retention_s`` seconds unless they have their own limit. The files of a tenant may have
-    ``max_bytes`` bytes in total when a file is added.
+    ``retention_s`` seconds unless they have their own limit. ``create`` fails if the tenant's files
+    would then have more than ``max_bytes`` bytes in total.
     """
 
     def __init__(
@@ -57,11 +57,12 @@ class StoredFiles:
     async def create(
         self, caller: Caller, file_id: str, record: FileRecord, parts: AsyncIterator[bytes]
     ) -> FileRecord:
-        """Store a file with the content ``parts``, each of at most CHUNK_BYTES, and return it.
+        """Store a file with the content ``parts``, and return its record.
 
-        ``record`` has the number of bytes. If the file exists because the call is repeated, it is
-        only compared. Raises RequestConflict if it has another content, OutOfRange if the tenant
-        has no room for it, LedgerFull and LedgerUnavailable.
+        The parts have at most CHUNK_BYTES each. ``record`` has the number of bytes, but no digest
+        and no id of the content. A repeated call stores nothing: the content is compared with that
+        of the existing file, whose record is returned. Raises RequestConflict if the contents
+        differ, OutOfRange if the tenant has no room for the file, LedgerFull and LedgerUnavailable.
         """
         # Files that are uploaded at the same time must not exceed the limit together.
         async with self._locks.hold(caller.tenant):
@@ -84,7 +85,7 @@ class StoredFiles:
         return known
 
     async def put(self, caller: Caller, file_id: str, record: FileRecord) -> None:
-        """Store the record of a file that only this caller changes."""
+        """Create or replace the record of a file, which no other code may change meanwhile."""
         known = await self._ledger.get_object(_name(caller, file_id))
         await self._put(caller, file_id, record, known.version if known else 0)
 
@@ -159,7 +160,11 @@ class StoredFiles:
             last = names[-1]
 
     async def check_room(self, caller: Caller, num_bytes: int = 0) -> None:
-        """Check that the tenant may add a file. Raises OutOfRange and LedgerUnavailable."""
+        """Check that the tenant may add a file of ``num_bytes`` bytes.
+
+        Raises OutOfRange if the tenant's files would then have more than ``max_bytes`` bytes in
+        total, and LedgerUnavailable.
+        """
         records = [record for _, record in await self.list_all(caller)]
         used = sum(max(record.num_bytes, _MIN_COUNTED_BYTES) for record in records)
         if used + max(num_bytes, _MIN_COUNTED_BYTES) > self.max_bytes:
@@ -177,7 +182,7 @@ class StoredFiles:
             await self._delete_content(caller, record)
 
     async def _delete_content(self, caller: Caller, record: FileRecord) -> None:
-        """Delete the content of a file; that of a result file includes its sibling's."""
+        """Delete the content of a file; for a result file, also the content of its sibling."""
         name_of, number = partial(_chunk_name, caller, record.content_id), 0
         if record.batch_id:
             name_of = partial(_results_name, caller, record.batch_id)

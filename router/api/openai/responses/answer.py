@@ -55,7 +55,7 @@ class ResponseUsage(TypedDict):
 
 
 class ResponseBody(TypedDict):
-    """Response; the other members repeat the request, with its defaults."""
+    """Response; further members, which are not listed here, repeat the request and its defaults."""
 
     id: str
     object: Literal["response"]
@@ -302,7 +302,11 @@ class ResponseAnswer:
         return events + self._output.event("response.failed", response=response)
 
     def cut_off(self) -> list[Event]:
-        """End the open item of an output that has no end, and return the events of its end."""
+        """End the open item, if any, with the status incomplete, and return the events of its end.
+
+        The call is for an output that stops without a finish reason, for example after a
+        cancellation.
+        """
         return self._output.close("incomplete")
 
     def encode_complete(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
@@ -318,7 +322,7 @@ class ResponseAnswer:
         logprobs: Sequence[pb.TokenLogprobs],
         finish_reason: str | None,
     ) -> None:
-        """Read an output at once; ``finish_reason`` is None if it is unfinished."""
+        """Add a whole output in one call; ``finish_reason`` is None if the output is unfinished."""
         self._add_tokens(tokens, logprobs, text, is_end=bool(finish_reason))
         self._add(text)
         if finish_reason:

@@ -10,9 +10,10 @@ from router.api.openai.responses.items import Item
 
 
 def item_page(items: Sequence[Item], query: Mapping[str, str]) -> ObjectPage[Item]:
-    """Return the page of ``items``, oldest first, that the parameters of ``query`` select.
+    """Return the page of ``items``, given oldest first, that the parameters of ``query`` select.
 
-    Raises InvalidRequest for an unknown item or an invalid limit.
+    The page is newest first unless ``order`` is asc. Raises InvalidRequest if ``after`` is the id
+    of no item, or for an invalid ``limit``.
     """
     items = list(items)
     if query.get("order", "desc") != "asc":

@@ -16,8 +16,9 @@ from router.chat.parsers.base import Parser
 class ContentToken(NamedTuple):
     """Token of a response's content.
 
-    ``last`` is the index of its last character, in the output's text. ``is_cut``: a stop string cut
-    the token, which was known only after its characters.
+    ``last`` is the index of its last character in the output's text; tokens that ``take`` returns
+    have another index. ``is_cut`` is True if a stop string cut the token. Such a token becomes
+    known only at the end of the output, after its characters.
     """
 
     last: int
@@ -48,7 +49,8 @@ class ContentLogprobs:
     ) -> None:
         """Add output tokens with their log probabilities ``scores``, and the output text ``text``.
 
-        Call it before the parser reads the text. With ``is_end`` the output is complete.
+        ``tokens`` and ``text`` continue those of earlier calls. Call this method before the parser
+        reads ``text``. The output is complete if ``is_end``.
         """
         self._num_known += len(text)
         placed = self._alignment.add(tokens, scores, text, is_end=is_end)
@@ -59,10 +61,11 @@ class ContentLogprobs:
             self._tokens.append(ContentToken(last, is_cut, its_scores))
 
     def take(self, num_characters: int) -> list[ContentToken]:
-        """Return the tokens of the next characters of the content, which the parser has returned.
+        """Return the tokens of the next ``num_characters`` characters of the content.
 
-        ``last`` of each token is the index among these characters. Tokens that were known too late
-        for earlier calls are included.
+        The parser must have returned these characters. ``last`` of each token is its index among
+        them. Tokens of earlier characters that became known only after those were taken are
+        included; their ``last`` is negative.
         """
         first = self._num_taken
         self._num_taken = end = first + num_characters

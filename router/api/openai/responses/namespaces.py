@@ -17,8 +17,9 @@ from router.chat.parsers.base import MAX_NAME
 def joined_name(at: str, named: Mapping[str, object]) -> str:
     """Return the name by which the model knows a function.
 
-    ``named`` is a call or a choice: it has the members ``name`` and, for a function in a namespace,
-    ``namespace``. Raises InvalidRequest; the error names its position ``at``.
+    ``named`` is a call, a tool or a tool_choice at the position ``at`` in the request. The members
+    are ``name`` and, for a function in a namespace, ``namespace``. Raises InvalidRequest, which
+    gives the position, if a member is not a valid function name.
     """
     name = check_function_name(f"{at}.name", named.get("name"))
     namespace = named.get("namespace")

@@ -49,8 +49,10 @@ _MAX_TRIES = 8
 class _Earlier:
     """Part of the conversation before a response.
 
-    ``names`` are the responses that it continues by ``previous_response_id``. ``conversation`` is
-    the conversation to which it is to be added; None if there is none or it is there already.
+    ``session_id`` is the session that the response continues; empty if there is none. ``names`` are
+    the earlier responses, if the request has ``previous_response_id``. ``conversation`` is the
+    stored conversation to which the response must be added; None without a conversation, or if the
+    response was added already.
     """
 
     turns: Sequence[Turn] = ()
@@ -149,7 +151,11 @@ class Responses:
         return _Prepared(name, generation, message, answer)
 
     async def _created_at(self, call: Call, name: str) -> int:
-        """Return the time at which a response is or, if the client repeats it, was created."""
+        """Return the creation time of a response, in seconds since 1970.
+
+        The time is that of the stored response if the client repeats a call with its idempotency
+        key, else the present time. Raises LedgerUnavailable.
+        """
         known = None
         if idempotency_key(call.headers):
             known = await self._stored.created_at(call.caller, name)
@@ -214,8 +220,11 @@ class Responses:
     async def _earlier(self, call: Call, fields: InputTokensFields, name: str = "") -> _Earlier:
         """Return what precedes a response with the request id ``name``.
 
-        Raises InvalidRequest if that cannot be continued, UnknownRequest or UnknownObject if it
-        does not exist, and ConversationLocked if the conversation has an unfinished response.
+        ``name`` is empty if only tokens are counted: the conversation may then have an unfinished
+        response, for which ConversationLocked is raised otherwise. Raises InvalidRequest if the
+        earlier responses cannot be continued, or if the request names both a response and a
+        conversation. Raises UnknownRequest if an earlier response does not exist, UnknownObject if
+        the conversation does not, and LedgerUnavailable.
         """
         if fields.conversation_id is not None:
             if fields.previous_response_id is not None:

@@ -77,7 +77,10 @@ class StoredResponse:
 
     @property
     def turns(self) -> list[Turn]:
-        """Return the turns of its input and output. Raises InvalidRequest if it has no output."""
+        """Return the turns of the response's input and output.
+
+        Raises InvalidRequest unless the response has finished.
+        """
         if self.live.entry.state is not State.FINISHED:
             status = self.body["status"]
             raise InvalidRequest(
@@ -141,10 +144,11 @@ class StoredResponses:
         return ResponseAnswer(name, request.model, record, parser, vocabulary, after)
 
     async def chain(self, caller: Caller, response_id: str) -> list[StoredResponse]:
-        """Return a response and all those that it continues, the first one first.
+        """Return a response and all earlier ones that it continues, the first one first.
 
-        Raises UnknownRequest if one of them is missing, and InvalidRequest if they are too many or
-        the response belongs to a conversation, because they do not include its items.
+        Raises UnknownRequest if one of them is missing, InvalidRequest if they are too many, and
+        LedgerUnavailable. Raises InvalidRequest also if the response belongs to a conversation,
+        because the earlier responses would lack the conversation's other items.
         """
         last = await self.get(caller, response_id)
         if (conversation_id := last.record.conversation_id) is not None:

@@ -48,6 +48,12 @@ def test_waiting_message_keeps_every_field() -> None:
     assert all(waiting.queue_key)
 
 
+def test_waiting_message_without_tokens_counts_one() -> None:
+    """Requests without any work would end the leader's fair share."""
+    waiting = Waiting.from_proto("g", pb.Waiting(request_id="r"))
+    assert (waiting.prefill_tokens, waiting.work_tokens) == (1, 1)
+
+
 def test_running_message_keeps_every_field() -> None:
     message = pb.Running(**full(pb.Running.DESCRIPTOR))  # type: ignore[arg-type]
     running = Running.from_proto("g", message)
