@@ -95,7 +95,7 @@ class Part:
 
     @property
     def name_in_adapters(self) -> str:
-        """Return the linear layer's name without the model's prefix: layers.0.mlp.up_proj, for example."""
+        """Name of the linear layer without the model's prefix, such as layers.0.mlp.up_proj."""
         return self.name[self.name.index("layers.") :]
 
 
