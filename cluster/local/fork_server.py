@@ -38,6 +38,8 @@ log = logs.get_logger(__name__)
 _LOAD_S = 120.0
 #: Maximum size of a fork server's answer: a process id, or the reason why there is none.
 _ANSWER_BYTES = 256
+#: Number of bytes of reports that are read at a time.
+_REPORT_BYTES = 1 << 16
 #: Maximum number of fork servers that are asked for one rank.
 _TRIES = 2
 
@@ -213,21 +215,23 @@ def _close(descriptors: Iterable[int]) -> None:
 class Forked:
     """Process that the fork server has forked, with the interface of ``Started``."""
 
-    def __init__(self, pid: int, descriptor: int, status: int) -> None:
-        """Create the object from the process's id and pidfd, and the pipe with its exit status."""
+    def __init__(self, pid: int, descriptor: int, pipes: _Pipes) -> None:
+        """Create the object from the process's id and pidfd, and its pipes."""
         self.pid = pid
         self.returncode: int | None = None
         self.stdout = asyncio.StreamReader()
         self._descriptor = descriptor
-        self._status = status
+        self._status = pipes.status
+        self._reports = os.fdopen(pipes.reports, "rb", buffering=0)
+        self._transport: asyncio.ReadTransport | None = None
         self._ended = asyncio.Event()
 
     @classmethod
     async def of(cls, pid: int, descriptor: int, pipes: _Pipes) -> Self:
-        forked, loop = cls(pid, descriptor, pipes.status), asyncio.get_running_loop()
-        reports = os.fdopen(pipes.reports, "rb", buffering=0)
-        # The pipe's transport closes itself when the process closes its end.
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(forked.stdout), reports)
+        forked, loop = cls(pid, descriptor, pipes), asyncio.get_running_loop()
+        forked._transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(forked.stdout), forked._reports
+        )
         loop.add_reader(pipes.status, forked._end)
         return forked
 
@@ -257,7 +261,21 @@ class Forked:
         asyncio.get_running_loop().remove_reader(self._descriptor)
         os.close(self._descriptor)
         self.returncode = returncode
+        self._close_reports()
         self._ended.set()
+
+    def _close_reports(self) -> None:
+        """Read what the process has written last, and close the pipe.
+
+        The transport has closed the pipe already if it has read the end of the file. It may not
+        have read that yet, or another process may hold the other end.
+        """
+        assert self._transport is not None
+        if self._transport.is_closing():
+            return
+        while data := self._reports.read(_REPORT_BYTES):
+            self.stdout.feed_data(data)
+        self._transport.close()
 
 
 def _kill(starting: asyncio.Future[Forked]) -> None:

@@ -63,13 +63,17 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def open_files(pid: int) -> set[str]:
-    """Some may be closed while they are looked at."""
-    files = set()
+def descriptors(pid: int) -> dict[Path, str]:
+    """Return the open file of each descriptor; some may be closed while they are looked at."""
+    files = {}
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):
-            files.add(os.readlink(descriptor))
+            files[descriptor] = os.readlink(descriptor)
     return files
+
+
+def open_files(pid: int) -> set[str]:
+    return set(descriptors(pid).values())
 
 
 @pytest.mark.long
@@ -208,6 +212,22 @@ async def test_ranks_are_dead_once_fork_server_death_is_noticed(
     for child in children:
         await child.wait()
         assert not is_alive(child.pid)
+
+
+async def test_ended_rank_leaves_no_open_pipe(fork_server: ForkServer, tmp_path: Path) -> None:
+    """Another process may still hold the other end of the pipe with the rank's reports."""
+    await fork_server.load()
+    before = open_files(os.getpid())
+    child = await rank(fork_server, tmp_path)
+    shared = (open_files(os.getpid()) - before) & open_files(child.pid)
+    [pipe] = [path for path, file in descriptors(child.pid).items() if file in shared]
+    with pipe.open("wb", buffering=0) as reports:
+        os.kill(child.pid, signal.SIGKILL)
+        reports.write(b'{"error": "the last"}\n')
+        await child.wait()
+        assert [*descriptors(os.getpid()).values()].count(*shared) == 1
+    with pytest.raises(ClusterFailed, match="the last"):
+        await child.report()
 
 
 def is_alive(pid: int) -> bool:
