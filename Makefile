@@ -35,8 +35,8 @@ TORCH := 2.13.0
 # the order of their names.
 PROCESSES := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 4)))
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
-# Tests that make check runs.
-TEXTS := tests/unit/project/test_texts.py
+# Tests of the project's own files, which make check runs.
+PROJECT := tests/unit/project
 
 # If this is set, Python writes no .pyc files, and each process of a cluster compiles all modules when it starts.
 unexport PYTHONDONTWRITEBYTECODE
@@ -94,13 +94,14 @@ demo: $(VENV)/.installed ## start a local cluster, kill a worker, and show that 
 
 test: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed $(AGENT_VENV)/.installed ## run the tests (28 minutes on 2 cores with AVX2)
 	$(BIN)/pytest -q -m "not long and not soak and not ray_up and not image" -n $(PROCESSES) --dist=worksteal $(ANYWHERE) \
-	  --ignore=$(TEXTS)
+	  --ignore=$(PROJECT)
 	$(BIN)/pytest -q -m "not long and not soak and not ray_up and not image" -n 3 --dist=loadfile --no-loadscope-reorder \
 	  $(addprefix --ignore=,$(ANYWHERE))
 
 test-long: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed $(AGENT_VENV)/.installed ## run the long tests and a short soak test (takes hours)
 	SOAK_MINUTES=$${SOAK_MINUTES:-2} FUZZ_CASES=$${FUZZ_CASES:-100000} SCHEMAS=$${SCHEMAS:-10000} $(BIN)/pytest -q -m "long or soak"
-	EXAMPLES=2 $(BIN)/pytest -q -m "not long and not soak" -n $(PROCESSES) --dist=worksteal tests/property tests/continuation
+	EXAMPLES=2 $(BIN)/pytest -q -m "not long and not soak" -n $(PROCESSES) --dist=worksteal \
+	  tests/property tests/continuation tests/unit/router/chat/parsers tests/integration/router/console
 
 # vLLM's environment also has Everlift, without what Everlift itself requires, the version of Ray that Everlift pins, and
 # pytest.
@@ -278,7 +279,7 @@ chart-check: $(VENV)/.installed
 	$(BIN)/python tools/generate_chart.py --check
 
 texts: $(VENV)/.installed
-	$(BIN)/pytest -q $(TEXTS)
+	$(BIN)/pytest -q -m "not long" -n 2 --dist=loadfile $(PROJECT)
 
 lock: $(VENV)/.installed ## write the versions that .venv contains to constraints.txt
 	@{ echo "# Every package of .venv at the version that the tests ran with; made by make lock."; \

@@ -17,6 +17,7 @@ from tests.support.router import patient
 from worker.config import FakeModel
 
 
+@pytest.mark.long
 async def test_killed_gateway_clients_continue_at_another(tmp_path: Path) -> None:
     async with (
         running(config(tmp_path, routers=3)) as cluster,

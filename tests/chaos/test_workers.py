@@ -30,6 +30,7 @@ from worker.runner.fake_runner import FakeRunner
 from worker.serving.rank import Rank
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "tokens_before",
     [pytest.param(0, marks=pytest.mark.long), 30, pytest.param(200, marks=pytest.mark.long)],
@@ -169,6 +170,7 @@ async def tokens_of(cluster: Cluster, worker_id: str) -> int:
     return next(w.output_tokens for w in workers if w.worker_id == worker_id)
 
 
+@pytest.mark.long
 async def test_request_that_kills_workers_fails_alone(
     tmp_path: Path,
 ) -> None:

@@ -49,8 +49,8 @@ def is_quick(kind: str, break_it: Break) -> bool:
 )
 def test_continuation_is_exact_at_every_index(bench: Bench, kind: str, break_it: Break) -> None:
     asked = KINDS[kind]
-    # `make test` tries every third index for a killed worker, and every tenth for other breaks.
-    step = 3 if break_it is kill else 10
+    # `make test` tries every eighth index for a killed worker, and every twentieth for others.
+    step = 8 if break_it is kill else 20
     if examples(100) >= 100 or not is_quick(kind, break_it):
         step = 1
     for index in range(0, undisturbed(asked).num_tokens + 1, step):

@@ -166,6 +166,7 @@ async def test_status_names_resources_that_pending_worker_lacks(running: RayClus
         assert (await only_worker(client)).worker_id == before.worker_id
 
 
+@pytest.mark.long
 async def test_redeployed_worker_hands_back_all_requests(running: RayCluster) -> None:
     from ray import serve
 
@@ -194,7 +195,6 @@ def log_of(running: RayCluster, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for log in logs for line in log.read_text().splitlines()]
 
 
-@pytest.mark.long
 async def test_killed_rank_ends_its_replica_and_loses_no_token(
     running: RayCluster,
 ) -> None:

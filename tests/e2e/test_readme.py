@@ -95,6 +95,7 @@ async def test_kserve_readme_triton_example_runs(tmp_path: Path) -> None:
     assert printed == f"{answer}\n{answer}"
 
 
+@pytest.mark.long
 async def test_readme_openai_example_runs(smollm2: dict[str, str]) -> None:
     example = re.search(r"```python\n(from openai.*?)```", README, re.DOTALL)
     assert example is not None

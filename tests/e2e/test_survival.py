@@ -140,6 +140,7 @@ async def test_restarted_router_resumes_running_and_queued_requests(tmp_path: Pa
                 assert tokens == expected_tokens(prompt, COUNT, FAKE)
 
 
+@pytest.mark.long
 async def test_client_reattaches_by_id_and_offset(cluster: ProcessCluster) -> None:
     [prompt] = prompts(1)
     async with grpc.aio.insecure_channel(cluster.address) as channel:

@@ -441,6 +441,7 @@ def test_frozen_gateway_requests_continue_elsewhere() -> None:
         )
 
 
+@pytest.mark.long
 def test_routers_killed_together_lose_nothing() -> None:
     with cluster() as it:
         for n in range(6):

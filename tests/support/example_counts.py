@@ -9,7 +9,7 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 
 #: The share of its examples that a test tries.
-_SHARE = float(os.environ.get("EXAMPLES", "0.2"))
+_SHARE = float(os.environ.get("EXAMPLES", "0.1"))
 
 
 def examples(number: int) -> int:
@@ -22,6 +22,6 @@ def one_in(every: int, values: Iterable[object]) -> list[ParameterSet]:
     return [long(value) if at % every else pytest.param(value) for at, value in enumerate(values)]
 
 
-def long(value: object) -> ParameterSet:
-    """Return a parameter that is only in the long tests."""
-    return pytest.param(value, marks=pytest.mark.long)
+def long(*values: object) -> ParameterSet:
+    """Return the values of a parameter set that is only in the long tests."""
+    return pytest.param(*values, marks=pytest.mark.long)

@@ -146,6 +146,7 @@ async def generated(parts: Cluster) -> int:
     return sum(engine.load().output_tokens for engine in engines)
 
 
+@pytest.mark.long
 async def test_restarted_batch_generates_no_token_twice(file: Path) -> None:
     """The command is killed, and its file is then run twice: every token is generated once."""
     slow = replace(WORKER, max_num_seqs=4, fake=FakeModel(step_time=0.01))
@@ -170,6 +171,7 @@ async def test_restarted_batch_generates_no_token_twice(file: Path) -> None:
     assert len(found) == LINES
 
 
+@pytest.mark.long
 async def test_interrupted_batch_continues_or_is_cancelled(file: Path) -> None:
     slow = replace(WORKER, max_num_seqs=4, fake=FakeModel(step_time=0.02))
     async with cluster(worker_config=slow) as parts:

@@ -177,6 +177,7 @@ async def test_paused_leader_is_replaced_by_the_other_router(cluster: ProcessClu
     await until(is_led_by_another)
 
 
+@pytest.mark.long
 async def test_drained_worker_is_empty_and_receives_no_requests(cluster: ProcessCluster) -> None:
     worker = min(await alive(cluster))
     result = await run("drain", worker[:6], "--wait")
@@ -226,6 +227,7 @@ async def test_chaos_command_is_rejected_without_chaos(config: Config) -> None:
     assert "start with everlift up --chaos" in " ".join(result.stderr.split())
 
 
+@pytest.mark.long
 async def test_chaos_check_finds_a_corrupted_ledger(cluster: ProcessCluster) -> None:
     async with patient.client(cluster.address) as client:
         for name in ("whole", "broken"):

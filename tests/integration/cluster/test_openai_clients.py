@@ -95,6 +95,7 @@ async def test_openai_and_langchain_clients_are_served(tmp_path: Path) -> None:
         await check(address, "openai_checks.py")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "form", [pytest.param(it, marks=pytest.mark.long) if it == "llama3" else it for it in TEMPLATES]
 )
@@ -104,6 +105,7 @@ async def test_openai_client_receives_tool_calls(tmp_path: Path, form: str) -> N
         await check(parts.routers[0].http_address, "tool_checks.py", **names)
 
 
+@pytest.mark.long
 async def test_openai_client_uses_responses_and_conversations(tmp_path: Path) -> None:
     async with scripted_cluster(tmp_path / "caller", TEMPLATES["hermes"]) as parts:
         address = parts.routers[0].http_address

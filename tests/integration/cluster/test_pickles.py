@@ -200,6 +200,7 @@ async def in_headers_and_bodies(cluster: ProcessCluster, data: bytes) -> None:
                 pass
 
 
+@pytest.mark.long
 async def test_ledger_rejects_pickles_without_its_password(
     cluster: ProcessCluster, marker: Path
 ) -> None:

@@ -60,6 +60,7 @@ async def test_routers_all_serve_every_model(config: Config) -> None:
         assert len(texts) == 1
 
 
+@pytest.mark.long
 async def test_killed_worker_is_replaced_by_one_of_its_model(config: Config) -> None:
     tasks = prompts.mixed(4, seed=5)
     async with ProcessCluster(config) as cluster, AsyncClient(cluster.address) as client:

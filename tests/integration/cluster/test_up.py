@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import DEMO_MODEL
+from tests.support.example_counts import long
 
 UP = [
     *("up", "--no-ray", "--model", "fake", "--workers", "2"),
@@ -131,7 +132,7 @@ async def test_cluster_and_llm_run_without_ray(
     assert await output_of(await python(tmp_path, "-c", AN_LLM, str(DEMO_MODEL))) == "3\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [long(signal.SIGINT), signal.SIGTERM])
 async def test_up_exits_on_a_signal_during_start(tmp_path: Path, number: signal.Signals) -> None:
     process = await everlift(tmp_path, *UP)
     log = tmp_path / "everlift" / "logs" / "up.log"

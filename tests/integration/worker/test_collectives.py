@@ -19,6 +19,7 @@ from threading import Condition
 import pytest
 import torch
 
+from tests.support.example_counts import long
 from tests.support.worker.parallel_rank import COUNT
 from worker.parallel import collectives
 from worker.parallel.collectives import Collectives, init_collectives
@@ -150,7 +151,7 @@ def said(caplog: pytest.LogCaptureFixture, field: str) -> list[str]:
 # what happens when one of them is lost
 
 
-@pytest.mark.parametrize(("size", "sums"), [(2, 0), (3, 50)])
+@pytest.mark.parametrize(("size", "sums"), [long(2, 0), (3, 50)])
 def test_killed_rank_raises_an_error_on_all_other_ranks(size: int, sums: int) -> None:
     with processes(size) as (group, others):
         assert sum_up(group, sums) == (size if sums else 0)
@@ -173,6 +174,7 @@ def test_rank_killed_while_waiting_raises_an_error() -> None:
             sum_up(group, 2)
 
 
+@pytest.mark.long
 def test_wait_for_a_frozen_rank_uses_little_cpu() -> None:
     with processes(2) as (group, (other,)), ThreadPoolExecutor(1) as thread:
         sum_up(group, 1)

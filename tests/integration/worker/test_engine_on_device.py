@@ -19,6 +19,7 @@ from torch import Tensor
 from everlift.hashes import BLOCK_SIZE
 from everlift.sampling import Grammar, GrammarKind, SamplingParams
 from tests.integration.worker.test_parallel import on_ranks
+from tests.support.example_counts import long
 from tests.support.worker.llama_support import SIZES, generate, load_llama, save_llama
 from tests.support.worker.no_waits import no_waits
 from tests.support.worker.torch_engine import Job, TorchEngine, greedy_jobs, served_ahead
@@ -129,7 +130,7 @@ def poison_what_is_begun(runner: TorchRunner) -> None:
     runner._launch = poisoning  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("is_ahead", [long(False), True])
 def test_swapped_blocks_return_from_the_host_unchanged(
     directory: Path, monkeypatch: pytest.MonkeyPatch, is_ahead: bool
 ) -> None:

@@ -172,6 +172,7 @@ def _close(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
+@pytest.mark.long
 async def test_converted_directory_is_reused_until_the_file_changes(
     path: Path, cache: Path
 ) -> None:

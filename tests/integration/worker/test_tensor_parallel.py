@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.support.example_counts import long
 from tests.support.router.session_support import Router
 from tests.support.worker.decoder_steps import SteppedDecoder
 from tests.support.worker.families import CHECKPOINTS, save_family
@@ -211,7 +212,9 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("ahead")
-@pytest.mark.parametrize("shortage", [(), ("37",)], ids=["", "though one lacks memory at times"])
+@pytest.mark.parametrize(
+    "shortage", [long(()), ("37",)], ids=["", "though one lacks memory at times"]
+)
 async def test_worker_of_two_ranks_serves_the_tokens_of_one_rank(
     shortage: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from router.config import RouterConfig
 from tests.simulated_cluster.cluster import ROUTER, WORKER, SimCluster
+from tests.support.example_counts import long
 from tests.support.router.keyring import Keyring
 from worker.config import FakeModel
 
@@ -64,7 +65,7 @@ def waits(cluster: SimCluster, tenant: str) -> list[float]:
     return [it.queued_s for name, it in answers if name.startswith(tenant) and it.is_complete]
 
 
-@pytest.mark.parametrize(("fair_share", "waits_s"), [(True, 2.6), (False, 25.0)])
+@pytest.mark.parametrize(("fair_share", "waits_s"), [(True, 2.6), long(False, 25.0)])
 def test_fair_share_protects_a_light_tenant_from_a_flood(
     config: RouterConfig, keys: dict[str, str], fair_share: bool, waits_s: float
 ) -> None:

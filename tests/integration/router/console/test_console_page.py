@@ -21,6 +21,7 @@ from everlift.v1.session_pb2 import Scaling, ScalingChange
 from router.auth.caller import Scope
 from router.console import console, prompts
 from tests.conftest import leaving_nothing
+from tests.support.example_counts import examples
 from tests.support.in_process import ROUTER, WORKER, Cluster, cluster
 from tests.support.router.browser import browser, opened, violations
 from tests.support.router.chat_support import HERMES
@@ -34,6 +35,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 PICTURES = os.environ.get("CONSOLE_PICTURES")
 THEMES: tuple[Literal["dark", "light"], ...] = ("dark", "light")
 WINDOWS = ((1440, 900), (390, 844))
+#: Looks of a page; `make test` tries each theme and each window once.
+LOOKS = (
+    [*product(THEMES, WINDOWS)] if examples(100) >= 100 else [*zip(THEMES, WINDOWS, strict=True)]
+)
 #: Requests last for as long as a test looks at them.
 SLOW = replace(WORKER, max_num_seqs=8, fake=FakeModel(step_time=0.02))
 
@@ -97,7 +102,7 @@ class Load:
 
 async def check_readable(page: Page, name: str, part: str = "") -> None:
     """Check a page with axe in both themes and windows; nothing is wider than the window."""
-    for theme, (width, height) in product(THEMES, WINDOWS):
+    for theme, (width, height) in LOOKS:
         await page.emulate_media(color_scheme=theme)
         await page.set_viewport_size({"width": width, "height": height})
         assert await violations(page) == [], (name, theme, width)

@@ -133,6 +133,7 @@ def test_saturation_rate_is_bounded_by_compute() -> None:
     assert saturation_rate(REQUESTS, half) == pytest.approx(500 / 220)
 
 
+@pytest.mark.long
 def test_saturation_rate_matches_a_simulated_worker() -> None:
     """Conversations on an H200, half as many again as it can do."""
     spec = machines.spec_of(machines.kind_of("h200", "llama-3.1-8b"), None, ())

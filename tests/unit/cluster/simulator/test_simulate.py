@@ -21,6 +21,7 @@ from cluster.simulator.worker import SimulatedWorker
 from cluster.simulator.workloads.arrivals import Arrival
 from everlift.engine_policy import EnginePolicy
 from router.config import Order, RouterConfig
+from tests.support.example_counts import long
 from tests.support.small_clusters import ENGINE, STEP_TIME, arrivals, scenario, spec
 from worker.config import Scheduling
 
@@ -221,7 +222,7 @@ def test_simulation_refuses_unmeetable_deadlines() -> None:
     assert seeing.finished >= blind.finished
 
 
-@pytest.mark.parametrize("order", ["shortest", "ranked", "hrrn"])
+@pytest.mark.parametrize("order", ["shortest", long("ranked"), long("hrrn")])
 def test_simulated_distrusted_predictions_leave_in_fifo_order(order: Order) -> None:
     load = [replace(it, predicted_tokens=it.output_tokens) for it in arrivals(60, 90.0)]
     distrusted = [replace(it, is_distrusted=True) for it in load]
@@ -235,6 +236,7 @@ def test_simulated_distrusted_predictions_leave_in_fifo_order(order: Order) -> N
     assert dispatched(distrusted, order) == fifo != dispatched(load, order)
 
 
+@pytest.mark.long
 def test_simulated_sessions_attain_service() -> None:
     """Two sessions compete for a slot; the one with the shorter turns is ahead."""
     turns = [

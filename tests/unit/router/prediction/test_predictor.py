@@ -20,6 +20,7 @@ from router.prediction.model import Model
 from router.prediction.predictor import Prediction, Predictor
 from router.prediction.trust import kendall_tau
 from router.requests.messages import arriving
+from tests.support.example_counts import long
 from tests.support.router import mixes
 from tests.support.router.mixes import Drawn
 from tests.support.router.prediction_support import learnt, mixed, predictor, request, served
@@ -119,7 +120,7 @@ def test_predictions_follow_growing_output_lengths() -> None:
 
 def test_correction_is_bounded_with_many_in_flight() -> None:
     """Five hundred requests of one template arrive between a prediction and its result."""
-    made, requests = predictor(), mixed(2, 3000, [mixes.DIGEST])
+    made, requests = predictor(), mixed(2, 2000, [mixes.DIGEST])
     under_way, tokens = deque[Prediction](), list[int]()
     for place, it in enumerate(requests):
         prediction = made.predict(request(it), it.arrived)
@@ -196,7 +197,7 @@ def test_ranked_order_ignores_cached_tokens() -> None:
     assert left("ranked", predictor(), requests, cached) == left("ranked", predictor(), requests)
 
 
-@pytest.mark.parametrize("order", ["shortest", "ranked", "hrrn"])
+@pytest.mark.parametrize("order", ["shortest", long("ranked"), long("hrrn")])
 def test_worthless_predictions_keep_arrival_order(order: Order) -> None:
     made, requests = predictor(), mixed(8, 700)
     some, by_arrival = requests[:30], [*range(30)]

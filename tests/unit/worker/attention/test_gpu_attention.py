@@ -19,8 +19,8 @@ from tests.support.worker.attention_support import (
     KERNELS_ON,
     Batch,
     assert_formula,
-    every_other_form,
     kernel,
+    some_forms,
 )
 from worker.attention.backend import AttentionForm
 from worker.attention.tiles import FEW, MAX_SPLITS, num_splits, tiles_of
@@ -35,14 +35,14 @@ NAN_CODE = 0x7F
 FEW_ROWS = [(32, 1), (62, 4), (40, 22)]
 
 
-@every_other_form
+@some_forms
 def test_gpu_kernel_matches_float64_formula(form: AttentionForm) -> None:
     batch = Batch(kernel, FEW_ROWS)
     for i, out in enumerate(batch.attend(list(range(len(FEW_ROWS))), form)):
         assert_formula(batch, i, out, form)
 
 
-@pytest.mark.parametrize(("head_dim", "heads"), [(64, 14), (96, 2), (128, 8)])
+@pytest.mark.parametrize(("head_dim", "heads"), [long(64, 14), (96, 2), long(128, 8)])
 def test_gpu_kernel_supports_half_precision(head_dim: int, heads: int) -> None:
     batch = Batch(kernel, FEW_ROWS, torch.float16, head_dim, heads)
     form = AttentionForm(head_dim**-0.5, window=50)
@@ -50,7 +50,7 @@ def test_gpu_kernel_supports_half_precision(head_dim: int, heads: int) -> None:
         assert_formula(batch, i, out, form)
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 16])
+@pytest.mark.parametrize("multiprocessors", [1, long(16)])
 def test_gpu_kernel_is_correct_for_any_split_count(multiprocessors: int) -> None:
     batch = Batch(partial(kernel, multiprocessors=multiprocessors), [(70, 1), (5, 1)])
     for form in (FORMS["everything"], FORMS["plain"]):

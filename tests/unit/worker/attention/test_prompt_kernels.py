@@ -19,8 +19,8 @@ from tests.support.worker.attention_support import (
     KV_HEADS,
     Batch,
     assert_formula,
-    every_other_form,
     kernel,
+    some_forms,
 )
 from worker.attention import prompt_choice
 from worker.attention.backend import AttentionForm
@@ -98,7 +98,7 @@ def chosen(dtype: torch.dtype = torch.float16, head_dim: int = HEAD_DIM) -> Prom
     return choose_prompt_kernels(KVCache(1, 1, KV_HEADS, head_dim, dtype, CPU))
 
 
-@every_other_form
+@some_forms
 def test_prompt_kernel_computes_prompts_only(stand_in: StandIn, form: AttentionForm) -> None:
     kernels = chosen()
     batch = HALF(partial(kernel, prompt_kernels=kernels), ROWS)
@@ -116,6 +116,7 @@ def test_prompt_kernel_is_not_called_without_prompts(stand_in: StandIn) -> None:
     assert not stand_in.num_calls
 
 
+@pytest.mark.long
 def test_prompt_kernel_output_of_lone_prompt_is_not_copied(stand_in: StandIn) -> None:
     made: list[Tensor] = []
     batch = HALF(partial(kernel, prompt_kernels=chosen()), ROWS)
@@ -192,6 +193,7 @@ def test_prompt_kernel_failure_falls_back_permanently(stand_in: StandIn) -> None
     assert stand_in.num_calls == 1
 
 
+@pytest.mark.long
 def test_prompt_kernel_is_kept_after_out_of_memory(stand_in: StandIn) -> None:
     kernels = chosen()
     batch = HALF(partial(kernel, prompt_kernels=kernels), ROWS)
@@ -258,7 +260,7 @@ class Wrapper:
         return torch.cat(outs).to(q.dtype)
 
 
-@every_other_form
+@some_forms
 def test_flashinfer_computes_prompts_without_flashattention(
     stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, form: AttentionForm
 ) -> None:
@@ -276,6 +278,7 @@ def test_flashinfer_computes_prompts_without_flashattention(
     assert Wrapper.num_plans == (form.sinks is None)
 
 
+@pytest.mark.long
 def test_flashattention_is_preferred_to_flashinfer(
     stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tests.support.example_counts import long
 from tests.support.worker.weights_support import Rank
 from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.decoder import Decoder
@@ -203,7 +204,7 @@ def test_kernel_mixture_accepts_any_number_of_rows(rows: int) -> None:
     torch.testing.assert_close(got, expected(form, tensors, x), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("features", [19, 1])
+@pytest.mark.parametrize("features", [19, long(1)])
 def test_kernel_mixture_is_the_sum_of_its_ranks_parts(features: int) -> None:
     form = replace(EXPERTS, intermediate_size=features)
     tensors, x = random_tensors(form), random_rows(2)

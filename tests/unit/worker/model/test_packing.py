@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tests.support.example_counts import long
 from tests.support.worker.decoder_steps import SteppedModel
 from tests.support.worker.llama_support import save_llama
 from tests.support.worker.packings import panels_or_skip
@@ -228,7 +229,7 @@ def test_agree_rejects_nonfinite_products() -> None:
         assert not are_close(bad, bad, 4)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [long(False), True])
 @pytest.mark.parametrize("kind", ["panels", "oneDNN"])
 def test_packed_decoder_matches_plain_decoder(
     tied: bool, kind: str, types: Types, tmp_path: Path

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
+from tests.support.example_counts import long, one_in
 from tests.support.worker.decoder_steps import Step, SteppedDecoder
 from tests.support.worker.families import (
     CHECKPOINTS,
@@ -63,7 +64,7 @@ def with_inputs(**inputs: Any) -> dict[str, Any]:
     return config
 
 
-@pytest.fixture(params=FORMATS, scope="module")
+@pytest.fixture(params=one_in(2, FORMATS), ids=FORMATS, scope="module")
 def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Directories of a model with dequantised weights, and of the same model in one format."""
     root = tmp_path_factory.mktemp("model")
@@ -133,7 +134,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("form", FAMILIES)
+@pytest.mark.parametrize("form", one_in(3, FAMILIES), ids=FAMILIES)
 def test_quantised_family_logits_match_dequantised(form: str, tmp_path: Path) -> None:
     plain = save_family(tmp_path / "plain", FAMILIES[form])
     directory = save_quantised(plain, tmp_path / "quantised", FORMATS[form])
@@ -152,7 +153,7 @@ def mxfp4(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [plain, save_mxfp4(plain, root / "quantised")]
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [long(1), 2, long(4)])
 def test_mxfp4_logits_match_dequantised(size: int, mxfp4: list[Path]) -> None:
     model, meeting = load_family(mxfp4[0]), Meeting(size)
     expected = [all_logits(model, sequence) for sequence in sequences()]

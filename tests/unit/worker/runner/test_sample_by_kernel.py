@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from everlift.sampling import SamplingParams
+from tests.support.example_counts import long
 from tests.support.worker.attention_support import KERNELS_ON
 from tests.support.worker.sampling_metadata_support import FILTERS, GREEDY, Row, logits, metadata
 from worker.device.upload import Parcel
@@ -29,7 +30,7 @@ def both(scores: Tensor, rows: list[Row]) -> tuple[list[int], list[int]]:
     return by_kernel.tolist(), sample_by_torch(scores, columns, argmax_by_torch).tolist()
 
 
-@pytest.mark.parametrize("vocab", [40, 9000])
+@pytest.mark.parametrize("vocab", [40, long(9000)])
 def test_sampling_kernel_matches_torch(vocab: int) -> None:
     params = [GREEDY, *FILTERS]
     scores = logits(len(params), vocab)
