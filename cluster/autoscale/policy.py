@@ -367,6 +367,7 @@ class SlidingMaximum:
 def _queued_tokens(load: ClusterLoad) -> int:
     """Return the number of queued tokens, except those of the lowest class (batches).
 
-    Queued requests of that class add workers only while there is no worker.
+    Tokens of that class are never counted. ``_target`` adds workers for queued requests of that
+    class only while there is no worker.
     """
     return load.queued_tokens - load.batch_tokens

@@ -91,10 +91,12 @@ def replay(
 def _routers(
     policies: Sequence[str] | None, file: Path | None, assignments: Sequence[str] | None
 ) -> Mapping[str, RouterConfig]:
-    """Return the router settings of each policy in ``policies``, by the policy's name.
+    """Return the router settings of each policy in ``policies``, by the text that names the policy.
 
-    Without ``policies``, these are the configured settings, named after their queue order. Raises
-    SettingsError or ForecastFailed for an invalid policy.
+    Empty or absent ``policies`` result in one entry: the configured settings, by the value of
+    ``router.order``. The configuration is ``file``, the environment and ``assignments``. Raises
+    SettingsError for an invalid policy or configuration, and ForecastFailed for a policy with
+    settings that are not the router's.
     """
     if policies:
         return routers(policies, file, assignments)

@@ -46,7 +46,8 @@ _DEFAULTS: dict[str, Any] = {
 class Example:
     """Length of one output, with the features of its request (``features``).
 
-    ``application`` is empty if the request names none. ``expected_tokens`` is None if unknown.
+    ``application`` is empty if the request names none. ``expected_tokens`` is the true expected
+    value of the length, known for instance to the generator of a workload; None if unknown.
     """
 
     features: RequestFeatures

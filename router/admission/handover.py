@@ -83,7 +83,11 @@ class QueueHandover:
         self._reporting.pop(gateway, None)
 
     def complete_all(self) -> None:
-        """Stop waiting for reports, because the queue policy changed, which invalidates markers."""
+        """Treat every connected gateway as if it had reported all of its queued requests.
+
+        A change of the queue policy calls for this, because the keys reported so far no longer show
+        which requests are known. Gateways that have not connected yet are still awaited.
+        """
         self._reporting.clear()
 
     def is_complete(self, now: float) -> bool:

@@ -62,8 +62,9 @@ class MessageEffects:
 class Placed:
     """Decision to dispatch a request to a worker, where the ``victims`` are evicted for it.
 
-    ``epoch`` is the number of the dispatch, by which outdated messages are recognised. The worker
-    is expected to have the first ``cached_tokens`` tokens of the request in its prefix cache.
+    ``epoch`` is the random id of the dispatch, by which outdated messages are recognised. The
+    worker is expected to have the first ``cached_tokens`` tokens of the request in its prefix
+    cache.
     ``queue_wait`` is None if the request was dispatched without being queued.
     """
 
@@ -372,7 +373,7 @@ class ModelQueue:
         """Remove up to ``limit`` requests from the queue, and return their dispatches to workers.
 
         It stops at the first request for which no worker has enough free capacity and no running
-        request is to be evicted yet. ``make_epoch`` returns a number for each new dispatch.
+        request is to be evicted yet. ``make_epoch`` returns a random id for each new dispatch.
         """
         placed = self._place_parked(now, ledger_now, limit, make_epoch)
         self._unpark(now)
@@ -525,8 +526,8 @@ class ModelQueue:
         It has to queue while other requests are preempted, or queued without waiting for a
         particular worker, and while an unreported request may precede it. It also has to queue if
         no worker has enough free capacity, or if it should wait for a busy worker that has more of
-        it cached (``Placement.wait_for``). ``make_epoch`` returns a number for each new dispatch.
-        The caller must later confirm or cancel the reservation.
+        it cached (``Placement.wait_for``). ``make_epoch`` returns a random id for each new
+        dispatch. The caller must later confirm or cancel the reservation.
         """
         others = len(self._queue) > self._queue.num_parked or self._running.has_preempted
         if others or not self._handover.allows(self._key(waiting), now):

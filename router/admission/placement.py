@@ -209,7 +209,7 @@ class Placement:
             worker.adapters = Adapters.from_proto(loaded, worker.capacity.adapter_slots)
 
     def acknowledge(self, worker_id: str, epoch: int) -> None:
-        """Drop the reservation of capacity for the dispatch number ``epoch`` at a worker.
+        """Drop the reservation of capacity for the dispatch ``epoch`` at a worker.
 
         Call it when the worker's reported load includes the dispatch.
         """
@@ -221,7 +221,7 @@ class Placement:
             self._on_worker_changed(worker_id)
 
     def cancel(self, worker_id: str, epoch: int) -> None:
-        """Drop the dispatch number ``epoch`` to a worker, which will never receive it."""
+        """Drop the dispatch ``epoch`` to a worker, which will never receive it."""
         if (worker := self._workers.get(worker_id)) is not None:
             worker.unacknowledged.drop(epoch)
             worker.coming_adapters.pop(epoch, None)
@@ -270,7 +270,7 @@ class Placement:
     def reserve(
         self, worker_id: str, epoch: int, waiting: Waiting, now: float, cached_tokens: int = 0
     ) -> None:
-        """Count the dispatch number ``epoch`` as load of its worker until it is acknowledged.
+        """Count the dispatch ``epoch`` as load of its worker until it is acknowledged.
 
         The first ``cached_tokens`` tokens of the request are expected in the worker's cache.
         """

@@ -77,7 +77,7 @@ class PrefixIndex:
             _mark(self._host, stored[:], worker.bit)
 
     def expect(self, worker_id: str, epoch: int, chunks: Sequence[int]) -> None:
-        """Record that the prompt with ``chunks`` was dispatched under the number ``epoch``.
+        """Record that the prompt with ``chunks`` was dispatched under the epoch ``epoch``.
 
         The chunks that the worker lacks count as stored from now on. ``settle`` removes those that
         the worker has not reported by then, unless another dispatch expects them. A chunk that the

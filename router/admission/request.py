@@ -218,7 +218,7 @@ class Running(NamedTuple):
 
     The message ``Running`` of session.proto is its encoding between a router and the leader.
 
-    ``gateway`` is the id of the router that has the request, and ``epoch`` the number of the
+    ``gateway`` is the id of the router that has the request, and ``epoch`` the random id of the
     dispatch. ``known_tokens`` is the length of the prompt plus the lengths of the outputs so far of
     all unfinished choices, at the dispatch or in the router's last report. ``choices`` is the
     number of these choices. ``arrived`` is ledger time in seconds.

@@ -2,7 +2,7 @@
 
 It combines the last state that the worker sent, the dispatches that this state does not include yet
 (the worker has not acknowledged them), and the capacity that is reserved for requests that will be
-moved here from another worker. An epoch is the number of a dispatch.
+moved here from another worker. An epoch is the random id of a dispatch.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ class Claim:
 class Reservations(Generic[K]):
     """Claims on one worker's capacity, with the sums of their tokens and choices.
 
-    Keys are numbers of dispatches (epochs) or request ids.
+    Keys are epochs of dispatches or request ids.
     """
 
     def __init__(self) -> None:
@@ -432,9 +432,10 @@ class WorkerView:
 
     @property
     def load_rank(self) -> tuple[bool, int, int, int]:
-        """Sort key, lowest first.
+        """Sort key by which the least loaded worker comes first.
 
-        Not slow, less pending prefill, fewer blocks in use or retained, fewer committed tokens.
+        The elements are whether the worker is slow, its pending prefill in tokens, its KV blocks in
+        use or retained for sessions, and its committed tokens.
         """
         filled = self.load.blocks_used + self.load.blocks_retained
         return self.is_slow, self.pending_prefill, filled, self.committed_tokens
@@ -545,9 +546,9 @@ def blocks_for(tokens: int) -> int:
 
 
 def blocks_of(need: Need) -> int:
-    """Return the number of KV blocks that a request needs for the tokens to prefill.
+    """Return the number of KV blocks that a request needs at its start, less one.
 
-    The last, partly filled block is not counted. Choices share the prompt's blocks; each choice
-    after the first needs one more block.
+    The choices share the full blocks of the tokens to prefill. Every choice also needs a block of
+    its own for the tokens after them. The first choice's own block is not counted.
     """
     return need.prefill_tokens // BLOCK_SIZE + need.choices - 1

@@ -47,9 +47,10 @@ class AdapterLoad:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoaded:
-    """Result of an order: the slot is filled, or is empty because of ``error``.
+    """Result of an order to load an adapter: the slot is filled, or empty because of ``error``.
 
-    ``began`` and ``ended`` are the times of order and result, in seconds of the monotonic clock.
+    ``load`` is the order. ``began`` is the time when the rank received it and began to read the
+    adapter, ``ended`` the time of this result. Times are in seconds of the monotonic clock.
     """
 
     load: AdapterLoad

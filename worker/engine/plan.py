@@ -115,8 +115,9 @@ class Rows:
     def of(cls, rows: Iterable[Row], tables: NDArray[np.int32] | None = None) -> Self:
         """Return ``rows`` as columns.
 
-        If ``tables`` is None, the block tables are copied from the rows; all rows of one slot must
-        have the same one.
+        ``tables`` becomes the field of that name; the block tables of ``rows`` are then ignored.
+        A new array is filled from the block tables of ``rows`` if ``tables`` is None. Rows of the
+        same slot must then have equal block tables.
         """
         rows = tuple(rows)
         return cls(

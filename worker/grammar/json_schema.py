@@ -142,9 +142,11 @@ def _bounds(schema: Mapping[str, Json], *names: str) -> list[float]:
 
 
 def _close_objects(root: Json) -> None:
-    """Close objects to properties that they do not declare, in place; ``root`` is a whole schema.
+    """Forbid undeclared properties in the object schemas of the whole schema ``root``, in place.
 
-    A schema that is used several times stays open if another schema may add properties in one use.
+    Only schemas that declare properties are closed; required properties count as declared. A schema
+    stays open if it has a rule for other properties. It also stays open if another schema may add
+    properties to the same object, in any of the places where it is used, directly or by `$ref`.
     """
     # by id, because a dict has no hash
     schemas: dict[int, dict[str, Json]] = {}

@@ -171,10 +171,11 @@ class KernelLinear:
         return out
 
     def _splits(self, tiles: int, programs: int) -> int:
-        """Return the number of splits, a power of two, for ``programs`` programs per split.
+        """Return the number of parts into which a product's inputs are split, a power of two.
 
-        ``tiles`` is the number of tiles with different rows. Each number of splits is a variant of
-        the kernel, which the warm-up compiles (runner/warm_up.py).
+        ``tiles`` is the number of tiles into which the rows are divided. ``programs`` is the number
+        of programs that the kernel runs for one split. Every number of splits is a variant of the
+        kernel, which the warm-up compiles (runner/warm_up.py).
         """
         if tiles > _MOST_SPLIT_TILES:
             return 1

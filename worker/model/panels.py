@@ -155,9 +155,11 @@ def _groups(weight: Quantised) -> NativeGroups:
 
 
 class PanelPacking:
-    """Packing of weights into panels of type ``weights``, for inputs and outputs of ``dtype``.
+    """Packing of weights into ``Panels``, for inputs and outputs of type ``dtype``.
 
-    ``codes`` is the type of the codes of quantised weights, which it packs too.
+    ``weights`` is the type of the elements in the panels that ``pack`` returns. ``codes`` is the
+    type of the codes of the quantised weights that ``pack_quantised`` takes, or None if no
+    quantised weights are packed.
     """
 
     supports_rows = True

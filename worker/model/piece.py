@@ -42,7 +42,7 @@ class Piece:
     The slice ``slices`` of the tensor is read into ``into``. ``name`` and ``shape`` describe the
     whole tensor, of which a rank may need several pieces. Dimensions of size 1 may be missing in
     ``shape``. With a ``writer``, the stored elements are converted by it instead of being copied.
-    If ``view`` is given, the slice is that of the tensor's elements in this other shape.
+    If ``view`` is given, ``slices`` index the tensor as reshaped to ``view`` instead of ``shape``.
     """
 
     name: str

@@ -378,9 +378,10 @@ class TorchRunner:
     ) -> _T:
         """Run ``part`` of a step, which all ranks run at the same time, and return its result.
 
-        ``collectives`` returns all collectives of ``part``, in order. If this rank runs out of
-        memory, its stand-in takes part in the remaining ones. Raises OutOfMemory on all ranks if
-        any of them runs out of memory, and DeviceLost if this rank's device refuses further work.
+        ``collectives`` returns all collectives of ``part``, in order. A rank that runs out of
+        memory takes part in the remaining ones with undefined data (StandIn), so that the others
+        are not blocked. Raises OutOfMemory on all ranks if any of them runs out of memory, and
+        DeviceLost if this rank's device refuses further work.
         """
         num_before, cause = self._group.num_collectives, ""
         try:

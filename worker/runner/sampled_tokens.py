@@ -33,7 +33,7 @@ class LastTokens:
         self._tokens.index_copy_(0, slots, tokens.clamp(min=0))
 
     def fill_in(self, tokens: Tensor, slots: Tensor) -> Tensor:
-        """Return ``tokens`` int64 [T]; the last token of its slot replaces each UNKNOWN token.
+        """Return ``tokens`` int64 [T], with each UNKNOWN replaced by the last token of its slot.
 
         ``slots`` int64 [T] has the slot of each token.
         """

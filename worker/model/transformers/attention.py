@@ -2,11 +2,12 @@
 
 In transformers an attention function can be registered under a name. Each attention layer of a
 model that is set to this name passes its queries, keys and values to the function. Everlift
-registers one function under two names. Its calls are computed by the Attend that the context
-manager ``use_attention`` has set.
+registers one function under two names. The function passes each call to the Attend that the context
+manager ``use_attention`` has set. The name determines the masks that transformers passes:
 
-    SURVEY   masks carry the size of their window (survey.py); nothing is attended to
-    PAGED    no masks; keys and values go to the paged KV cache, and attention runs over it
+    SURVEY   instead of a mask, one number: the attention window (survey.py); the Attend notes it
+             and computes no attention
+    PAGED    none; the Attend writes keys and values to the paged KV cache and attends over it
 """
 
 from __future__ import annotations
