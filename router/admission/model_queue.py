@@ -64,8 +64,7 @@ class Placed:
 
     ``epoch`` is the random id of the dispatch, by which outdated messages are recognised. The
     worker is expected to have the first ``cached_tokens`` tokens of the request in its prefix
-    cache.
-    ``queue_wait`` is None if the request was dispatched without being queued.
+    cache. ``queue_wait`` is None if the request was dispatched without being queued.
     """
 
     waiting: Waiting
