@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import field, fields
 from ipaddress import ip_address
 from itertools import combinations, product
-from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
@@ -89,7 +88,7 @@ class ModelConfig:
     reasoning_format: ReasoningFormat = "auto"
 
     def __post_init__(self) -> None:
-        _make_absolute(self, "predictor")
+        make_absolute(self, "predictor")
 
     @property
     def name(self) -> str:
@@ -301,7 +300,7 @@ class RouterConfig:
             raise ValueError(f"lease ({self.lease:g}) must be at least twice heartbeat")
         if (self.access == "file") != bool(self.access_file):
             raise ValueError("access_file must be set if access is file, and only then")
-        _make_absolute(self, "access_file", "predictor")
+        make_absolute(self, "access_file", "predictor")
 
     def _check_places(self) -> None:
         for name in (*_HOSTS, "http_host", "metrics_host"):
@@ -339,13 +338,6 @@ class RouterConfig:
     def tls(self) -> Tls | None:
         """Certificate files of the clients' ports; None without TLS."""
         return Tls(self.tls_client_ca, self.tls_cert, self.tls_key) if self.tls_cert else None
-
-
-def _make_absolute(settings: object, *names: str) -> None:
-    """Resolve relative paths once, against the working directory."""
-    for name in names:
-        if path := getattr(settings, name):
-            object.__setattr__(settings, name, str(Path(path).expanduser().absolute()))
 
 
 def exposures(config: RouterConfig, *, has_keys: bool) -> Iterator[str]:
