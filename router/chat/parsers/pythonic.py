@@ -161,24 +161,24 @@ class PythonicParser(MarkedCallParser):
     def _string(self, quote: str) -> Reading[str]:
         """Read a string whose first quotation mark is the last character that was read."""
         parts: list[str] = []
-        closes = quote
+        num_closing = 1
         if (yield from self._read()) == quote:
             if (yield from self._read()) != quote:
                 self._push_back(1)
                 return ""
-            closes = quote * 3
+            num_closing = 3
         else:
             self._push_back(1)
-        while True:
+        #: quotation marks without a backslash, directly before the next character
+        num_quotes = 0
+        while num_quotes < num_closing:
             char = yield from self._read()
-            if char == "\\":
-                parts.append((yield from self._escape_in_string()))
-                continue
-            if char == "\n" and len(closes) == 1:
+            num_quotes = num_quotes + 1 if char == quote else 0
+            if char == "\n" and num_closing == 1:
                 raise NoCall
-            parts.append(char)
-            if char == quote and parts[-len(closes) :] == list(closes):
-                return "".join(parts[: -len(closes)])
+            is_escape = char == "\\"
+            parts.append((yield from self._escape_in_string()) if is_escape else char)
+        return "".join(parts[:-num_closing])
 
     def _escape_in_string(self) -> Reading[str]:
         char = yield from self._read()

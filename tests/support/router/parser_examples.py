@@ -114,6 +114,7 @@ _PYTHONIC = [
         '[get_weather(city="Zürich 北京 🙂 \\U0001f642")]',
         [("get_weather", '{"city": "Zürich 北京 🙂 🙂"}')],
     ),
+    Example('[run(code="""a\\"""")]', [("run", '{"code": "a\\""}')]),
     Example('[get_weather(city="\\ud83d")]', [("get_weather", '{"city": "\\ud83d"}')]),
     *map(
         _same,
