@@ -380,7 +380,7 @@ def demo(
         bool, typer.Option("--no-ray", help="Use plain processes instead of Ray.")
     ] = False,
 ) -> None:
-    """Start a cluster, load it, kill a worker in the middle, and compare the texts."""
+    """Start a cluster, kill a worker under load, and compare outputs with the expected ones."""
     from cluster.demo import demonstrate
 
     picture_file.check("--picture", picture)

@@ -44,9 +44,10 @@ async def connected(
 ) -> AsyncIterator[AsyncClient]:
     """Context manager: check that a cluster answers, and yield a client of it.
 
-    ``address`` lists routers, separated by commas; None is the cluster on this machine. Calls of
-    the client that are not answered, or refused for lack of capacity, are retried for ``retry_s``
-    seconds; the check is not retried. ``key`` replaces the API key of the environment.
+    ``address`` lists routers, separated by commas; None is the cluster on this machine. The
+    client retries calls for ``retry_s`` seconds after a refusal for lack of capacity or quota, and
+    single calls also while no router answers. The check is not retried. ``key`` replaces the API
+    key of the environment.
 
     Raises Unreachable if no router answers, Unauthenticated if the API key is missing or unknown,
     and SettingsError for invalid settings in the environment. The messages say what to do.

@@ -16,7 +16,10 @@ class BatchFailed(Exception):
 
 
 class VerificationFailed(Exception):
-    """Raised if an endpoint cannot be verified. The message is the cause."""
+    """Raised if ``everlift verify`` cannot carry out its checks of an OpenAI endpoint.
+
+    The message is the cause. Output that a disturbance changes is a result, not an error.
+    """
 
 
 class WorkloadFailed(Exception):

@@ -149,7 +149,7 @@ def checked_adapters(texts: tuple[str, ...], model: str) -> tuple[str, ...]:
 
 
 def check_names(models: Mapping[str, ModelConfig]) -> None:
-    """Raise ValueError if two models or adapters have a name in common, so that it is ambiguous.
+    """Raise ValueError if a name that clients can request belongs to two models or adapters.
 
     ``models`` are the settings of each model by the name of its group, with "" for the first model.
     """
@@ -210,11 +210,12 @@ def source_of(path: str) -> str:
 
 
 def interchangeable(groups: Sequence[WorkerGroup], group: WorkerGroup) -> list[WorkerGroup]:
-    """Return the groups between whose models a worker of ``group`` can change at run time.
+    """Return the groups whose models a worker of ``group`` can serve after a change at run time.
 
-    These are ``group`` and all others whose workers run Everlift's own engine on one node, with the
-    same resources. The result is empty if there is no such other group. A worker on several nodes
-    cannot change its model, because only the first node would get the new files before the change.
+    The result contains ``group`` and all others whose workers run Everlift's own engine on one
+    node, with the same resources. The result is empty if there is no such other group, or if the
+    workers of ``group`` have another engine or several nodes. A worker on several nodes cannot
+    change its model, because only the first node would get the new files before the change.
     """
 
     def resources(it: WorkerGroup) -> tuple[object, ...]:

@@ -72,9 +72,10 @@ async def _fetch(worker: WorkerConfig) -> None:
 
 
 def _check_files(directory: Path, worker: WorkerConfig) -> None:
-    """Raise ClusterFailed if workers do not support a model, or one of ``worker.adapters``.
+    """Raise an error if workers cannot load the model in ``directory`` or one of its adapters.
 
-    The model in ``directory`` is checked only for Everlift's own engine.
+    The adapters are ``worker.adapters``. The model is checked only for Everlift's own engine.
+    Raises ModelUnavailable if files of an adapter are missing, and ClusterFailed otherwise.
     """
     from worker.model.adapters import BadAdapter
 
@@ -91,7 +92,8 @@ def check_adapters(texts: Iterable[str], directory: Path, engine: str) -> None:
 
     ``texts`` are adapters as in the setting ``adapters``, whose files are on this machine. Raises
     ModelUnavailable if files are missing, and BadAdapter if they are invalid, do not fit the model
-    or are not supported by ``engine``.
+    or are not supported by ``engine``. Raises UnsupportedModel if Everlift's own engine does not
+    support a value in the model's configuration.
     """
     from worker.model.adapters import NO_ADAPTERS, BadAdapter, adapted_linears, read_adapters
     from worker.model.huggingface.families import read_spec

@@ -34,8 +34,9 @@ def threads_per_rank(groups: Sequence[WorkerGroup], group: WorkerGroup, cores: i
     """Return the number of CPU threads of a rank of ``group``: ``worker.num_threads`` if it is set.
 
     ``groups`` are all groups on the machine, which has ``cores`` cores. Each group counts with its
-    maximum number of workers. The cores that the groups with ``num_threads`` leave are divided
-    equally among the ranks of the other groups. The result is rounded down, and at least 1.
+    maximum number of workers. Each rank of a group with ``num_threads`` takes that many cores. The
+    remaining cores are divided equally among the ranks of the other groups. The result is rounded
+    down, and at least 1.
     """
     if group.worker.num_threads is not None:
         return group.worker.num_threads

@@ -75,7 +75,7 @@ class RouterDeployment:
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Apply the settings that change at run time; the first call also starts the router.
 
-        The settings of workers, ``autoscale`` and ``num_workers``, are by worker deployment.
+        The keys of ``autoscale`` and of ``num_workers`` are the names of the worker deployments.
         Serve calls this right after ``__init__``, and again for each changed user_config. Raises
         SettingsError for an invalid setting, ValueError for an unknown log level, and in the first
         call the errors of Router.start and of the connection to the ledger.
@@ -150,8 +150,9 @@ class RouterDeployment:
     async def num_workers(self) -> dict[str, int]:
         """Return the number of workers that are connected to this router, by worker deployment.
 
-        Each number also includes the workers that the deployment is to replace in the active
-        cluster, if that is another cluster (router/active.py). Raises LedgerUnavailable.
+        While another cluster is the active one (router/active.py), each number also includes that
+        cluster's workers that the deployment is to replace. Raises LedgerUnavailable, and
+        RuntimeError if the router was not started or Serve has stopped it.
         """
         numbers = await self._running.num_workers()
         return {deployment: numbers[model] for deployment, model in self._models.items()}
@@ -214,10 +215,10 @@ class RouterDeployment:
 
 
 async def _end(router: Router) -> None:
-    """Stop the router, then exit the process.
+    """Stop the router, then exit the process, even if stopping fails.
 
-    Without the exit, Serve would notice only after three failed health checks that the router has
-    stopped. The sender of the signal also waits for the exit.
+    The health checks of a stopped router still pass, so Serve notices the stop only by the exit.
+    The sender of SIGUSR1 also waits for the exit.
     """
     try:
         await router.stop()

@@ -40,7 +40,10 @@ class Listener:
     port: Port
 
     def overlaps(self, other: Listener) -> bool:
-        """Return whether the two addresses need the same port, if they are on the same machine."""
+        """Return whether the two addresses, assumed to be on the same machine, need the same port.
+
+        Port 0 and an empty host overlap with nothing.
+        """
         hosts = {_LOOPBACK.get(host, host) for host in (self.host, other.host)}
         is_same_host = len(hosts) == 1 or bool(hosts & _EVERY_ADDRESS)
         return 0 != self.port == other.port and "" not in hosts and is_same_host

@@ -93,8 +93,8 @@ async def first_answer(start_call: Callable[[], Coroutine[Any, Any, T]], every_s
     """Return the result of the first call that ends, or raise its error; the others are cancelled.
 
     ``start_call`` starts a call. Until one ends, a further one is started every ``every_s`` seconds
-    (hedging). Use this for ledger calls on which a lease depends. Each of these calls has its own
-    connection, so that waiting on a dead connection takes only a part of the lease.
+    (hedging). Use this for ledger calls on which a lease depends. The ledger makes each started
+    call on its own connection, so a dead connection costs only a part of the lease.
     """
     calls = [asyncio.create_task(start_call())]
     try:

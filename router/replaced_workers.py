@@ -8,11 +8,12 @@ from everlift.v1.session_pb2 import ClusterLoad
 
 
 def replaced_workers(replaced: ClusterLoad, models: Collection[str]) -> dict[str, int]:
-    """Return the number of workers that the workers of each of ``models`` are to replace.
+    """Return, for each model of the new cluster, how many workers of the old one it replaces.
 
-    ``replaced`` is the load of the cluster that is replaced, and ``models`` are those of the new
-    cluster. A model of both clusters replaces its own workers. A new model may receive the requests
-    of all models that the new cluster does not serve, and so replaces the workers of all of these.
+    ``replaced`` is the load of the old cluster, and ``models`` are the models of the new one. A
+    model of both clusters replaces its own workers. Each model that only the new cluster serves may
+    receive the requests of all models that only the old one serves. The number for such a model
+    thus includes the workers of all of these.
     """
     dropped = sum(load.workers for name, load in replaced.models.items() if name not in models)
     return {

@@ -1,4 +1,7 @@
-"""Streams to the workers: send starts and aborts of sequences, receive a frame per engine step.
+"""Streams between this router and the workers.
+
+The router orders the start and the abort of sequences. A worker sends a frame for each engine step
+that produced something for this router, and as a heartbeat if it has sent none for some time.
 
 A worker is up from its first message on a stream until the stream breaks or the worker is silent
 for too long. The stream of a silent worker is closed and opened again. When the worker notices the
@@ -129,7 +132,7 @@ class WorkerLink:
     def confirm(self, epoch: int) -> None:
         """Confirm to the worker that it may run the first step of the attempt ``epoch``.
 
-        The worker has reported this step, and waits at most 0.2 s for the confirmation.
+        The worker has announced this step, and runs it after the confirmation, or after 0.2 s.
         """
         self._outbox.add(session_pb2.RouterFrame(confirmed_epochs=[epoch]))
 

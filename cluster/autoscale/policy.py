@@ -8,8 +8,8 @@ saturated worker and ``a`` the arrival rate, both in tokens per second, and ``q`
                 used blocks / (kv_utilisation * blocks of a worker) )
 
 For additions, only the first term counts until all workers have been up for ``ttft_target``
-seconds. Workers that drain a queue have all slots in use, so before then the other terms would ask
-for too many.
+seconds. The other terms would ask for too many workers in that time, because workers that drain a
+queue have all slots in use.
 
 Workers are added, as many as needed, if requests are queued and their estimated wait exceeds half
 of ``ttft_target``. While ``r`` is unknown, one worker is added at a time, when all others have been
@@ -26,10 +26,11 @@ the recent arrival rate.
 Workers are removed if no request is queued, no worker is starting, and fewer workers would have
 been enough at all times in the last ``down_delay`` seconds.
 
-A reversal is an addition after a removal, or a removal after an addition. For ten minutes after a
-reversal workers are added only if the estimated wait exceeds ``ttft_target``, and the rule for
-removals does not apply. With ``min_workers`` 0 all workers are removed after ``idle_delay`` without
-work, even then.
+A reversal is an addition after a removal, or a removal after an addition. Stricter rules apply in
+the ten minutes after a reversal. Workers are then added only if the estimated wait exceeds
+``ttft_target``, or if there is no worker and a request is queued. The rule for removals does not
+apply. All workers are removed after ``idle_delay`` without work if ``min_workers`` is 0, even in
+these ten minutes.
 """
 
 from __future__ import annotations
@@ -273,9 +274,9 @@ class Arrivals:
     def note(self, load: ClusterLoad, reported_at: float) -> None:
         """Update the averages with a load report that was made at ``reported_at``, in seconds.
 
-        The report has the number of tokens that have arrived since its router became the leader,
-        which places all requests. The first report of a new leader therefore does not change the
-        averages.
+        The report has the predicted number of tokens of all requests, except batches, that have
+        arrived since its router became the leader, which places all requests. The first report of a
+        new leader therefore does not change the averages.
         """
         since, arrived = reported_at - self._reported_at, load.offered_tokens - self._offered
         if since <= 0:

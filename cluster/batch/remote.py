@@ -37,10 +37,11 @@ class ClusterBatch:
     """Batch that a cluster runs as one or more batches of OpenAI's API.
 
     Lines with different APIs, or too many for one such batch, are divided among several. A batch
-    of the API is identified by its lines, their attempts and ``window``, so a later run with the
-    same ones finds it again. ``window`` is the time within which each must be completed, for
-    example ``24h``. ``advance`` is called once for each finished line, with the number of output
-    tokens since the previous call.
+    of the API is identified by its API path, ``window``, its lines, and how often each line has
+    failed before. A later run with the same values therefore finds the batch again. ``window`` is
+    the time within which each batch of the API must be completed, for example ``24h``.
+    ``advance`` is called once for each finished line, with the number of output tokens since the
+    previous call.
     """
 
     api: HttpApi
@@ -113,7 +114,8 @@ class ClusterBatch:
     def _digest(self, url: str, part: list[Line]) -> str:
         """Return a hash of the API, the window, and each line with the number of its next attempt.
 
-        The hash identifies a batch of these lines, so that a retry makes another one.
+        The hash identifies a batch of these lines, so that a later run finds the batch again. A
+        retry of a failed line changes the hash, and is therefore part of a new batch.
         """
         digest = hashlib.sha256(f"{url} {self.window} ".encode())
         for line in part:
@@ -123,7 +125,8 @@ class ClusterBatch:
     async def _begin(self, url: str, part: list[Line], digest: str, number: int) -> Any:
         """Create a batch of the lines, or return the one that an earlier run has created.
 
-        ``number`` is the number of earlier batches of the same lines.
+        ``digest`` and ``number`` identify the batch. ``number`` is the number of earlier batches
+        with the same digest whose results the cluster no longer has.
         """
         headers = {"idempotency-key": f"{digest}-{number}"}
         content = b"".join(line.to_bytes() for line in part)
@@ -178,7 +181,9 @@ class ClusterBatch:
     async def _retried(self, call: Callable[..., Awaitable[Any]], *arguments: object) -> Any:
         """Call ``call(*arguments)`` until the cluster has room for it, and return the result.
 
-        Raises the EverliftError of a call that must not be repeated.
+        Refusals for lack of capacity or quota are retried without a time limit, but an unavailable
+        cluster only for RECONNECT_S seconds. Raises the EverliftError of the last attempt after
+        that time, and any error that is neither a refusal nor unavailability.
         """
         retries = Retries(RECONNECT_S, math.inf, random.random)
         while True:

@@ -7,10 +7,10 @@ A batch can be interrupted at any moment and continued later.
     {"id": ..., "custom_id": "c", "response": null, "error": {"code": ..., "message": ...}}
 
 The result of a retry is appended to the file. When the file is closed or opened again, the retry's
-result replaces the earlier one. The error of a later attempt has the number of the attempt
-("attempt": 2). Each result is one write. If a crash of the machine leaves an incomplete last line,
-it is cut off when the file is opened again. A file that has other content is rejected and not
-changed.
+result replaces the earlier one. The result of a later attempt that fails also has the number of the
+attempt, as a key of its own ("attempt": 2). Each result is one write. A last line that a crash of
+the machine left incomplete is cut off when the file is opened again. A file that has other content
+is rejected and not changed.
 """
 
 from __future__ import annotations

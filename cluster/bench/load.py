@@ -125,11 +125,11 @@ INPUT_TOKENS, OUTPUT_TOKENS = 256, 64
 class Load:
     """Options of a load, as on the command line.
 
-    Lengths come from the workloads or the trace, else from ``input_tokens`` and ``output_tokens``;
-    ``longest_input`` and ``longest_output`` limit them. Arrival times come from ``rate`` if it is
-    set, else from the workload or the trace; without any of these, all requests are due at once.
-    Raises BenchFailed for contradictory options; ``all_requests`` raises WorkloadFailed if the
-    requests cannot be created.
+    Lengths come from the workloads or the trace, else from ``input_tokens`` and ``output_tokens``.
+    Lengths above ``longest_input`` or ``longest_output`` are reduced to that limit. Arrival times
+    come from ``rate`` if it is set, else from the workload or the trace; without any of these, all
+    requests are due at once. Raises BenchFailed for invalid or contradictory options;
+    ``all_requests`` raises WorkloadFailed if the requests cannot be created.
     """
 
     workloads: Sequence[str] | None = None

@@ -164,8 +164,8 @@ def charts(found: Json) -> Iterator[Chart]:
 def distributions(reports: Mapping[str, Json]) -> Iterator[Chart]:
     """Yield a chart for each latency, with one curve of its cumulative distribution per report.
 
-    ``reports`` maps the name to show for a report to its ``everlift`` section. An empty section has
-    no curve.
+    ``reports`` has the ``everlift`` section of each report, by the displayed name of the report. An
+    empty section has no curve.
     """
     for name, title in LATENCIES.items():
         lines = [

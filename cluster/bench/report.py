@@ -103,7 +103,7 @@ def spread(values: Sequence[float], percents: Sequence[float]) -> Spread | None:
 
 
 def curve(values: Sequence[float]) -> list[float]:
-    """Return the percentiles 0, 1, ..., 100 of ``values``; an empty list without values."""
+    """Return the percentiles 0, 1, ..., 100 of ``values``; an empty list if ``values`` is empty."""
     return [float(each) for each in np.percentile(values, list(_CURVE))] if len(values) else []
 
 

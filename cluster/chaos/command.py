@@ -118,10 +118,13 @@ def check_ledger(
     ] = TIMEOUT_S,
     as_lines: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Search the ledger for lost, repeated, reordered and orphaned requests.
+    """Search the ledger for broken requests.
 
-    The check changes nothing, and the cluster may be running. The exit status is 1 if any request
-    is broken.
+    Findings are lost requests, excess output tokens, repeated dispatches, events that contradict a
+    request's state, orphaned requests or keys, keys that never expire, and wrong listings.
+
+    The check changes nothing, and the cluster may be running. The exit status is 1 if there is any
+    finding.
     """
     config = configuration.load(None, os.environ, assignments or ())
     result = asyncio.run(_check(with_ledger(config, ledger), patience))

@@ -60,8 +60,9 @@ def outcome(
     """Return a summary of a run: the number of injected faults, and of requests by outcome.
 
     Entries of ``log`` with an error are not counted as faults. The numbers of completed, migrated
-    and failed requests are the increase of one router's counters from the status ``before`` to the
-    status ``after`` the run. A decrease, after a restart of the router, counts as 0.
+    and failed requests are the increases of one router's counters during the run. The counters are
+    read from its statuses at the start (``before``) and at the end (``after``). A decrease, after a
+    restart of the router, counts as 0.
     """
     made = sum(not each.error for each in log)
     counters = (

@@ -10,10 +10,10 @@ from everlift.v1 import inference_pb2 as pb
 
 @dataclass(frozen=True)
 class ModelChange:
-    """Change of a worker's model, until a worker with a new id on its host serves ``model``.
+    """Change of a worker's model to ``model``.
 
-    ``worker`` is the worker's status before the change; ``known`` has the ids of all workers at
-    that time.
+    The change is complete when a worker with a new id on the same host serves ``model``. ``worker``
+    is the worker's status before the change; ``known`` has the ids of all workers at that time.
     """
 
     worker: pb.WorkerStatus
@@ -23,8 +23,9 @@ class ModelChange:
     def joined(self, status: pb.GetStatusResponse) -> str:
         """Return the new id under which a worker on the same host serves ``model``, or "".
 
-        A process that ends during the change is restarted with the model that it served first. The
-        returned worker may be such a process, if that model is ``model``.
+        A process that ends during the change is replaced by a process with the model that the
+        worker had when it was started. The returned id may belong to such a replacement, if that
+        model is ``model``.
 
         Raises InvalidRequest if the change failed and the worker still serves its present model.
         Also raises InvalidRequest if another process on the host has joined with another model,

@@ -89,8 +89,8 @@ async def _tasks(model: str) -> list[Task]:
 def _config(model: str, scratch: Path) -> Config:
     """Return the demo's configuration.
 
-    A single worker has fewer slots than there are requests, so that requests wait after the demo
-    has killed the other worker. The data type is fp32, so that the texts do not depend on which
+    Each of the two workers has fewer slots than there are requests. Requests therefore wait after
+    the demo has killed one worker. The data type is fp32, so that the texts do not depend on which
     requests share a batch.
     """
     return Config(

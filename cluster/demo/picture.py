@@ -37,7 +37,8 @@ class Occupancy:
     def snapshot(self, now: float, running: dict[tuple[str, int], str]) -> None:
         """Record a snapshot taken at ``now``; ``running`` maps (worker id, slot) to a request id.
 
-        A request's stay in a slot lasts from the first to the last consecutive snapshot with it.
+        Consecutive snapshots that show the same request in a slot form one period, which lasts from
+        the first to the last of them.
         """
         for key, request_id in running.items():
             period = self._open.get(key)

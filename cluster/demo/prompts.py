@@ -40,9 +40,10 @@ def counting_tasks(count: int, seed: int) -> list[Task]:
 
 
 def mixed(count: int, seed: int) -> list[Example]:
-    """Return ``count`` examples: SHOWN, then random ones that the model was not trained on.
+    """Return ``count`` examples: the fixed example SHOWN, then random ones.
 
-    Equal arguments return equal lists.
+    The question of each random example is held out from training; the solved tasks that may precede
+    the question are not. Equal arguments return equal lists.
     """
     rng = Random(seed)
     picked = [SHOWN]

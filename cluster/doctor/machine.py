@@ -71,7 +71,8 @@ def examine(config: Config) -> Iterator[Finding]:
 def _named(group: WorkerGroup, finding: Finding) -> Finding:
     """Return ``finding`` with the name of ``group`` at the end of its subject.
 
-    The first model's group has an empty name, so that its findings stay the same.
+    Findings on the first model's group are returned unchanged, because the name of that group is
+    empty.
     """
     return replace(finding, subject=f"{finding.subject} {group.name}".strip())
 

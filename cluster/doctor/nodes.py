@@ -30,8 +30,8 @@ _NUM_ELEMENTS = 1 << 24
 class NodeReport:
     """Versions, GPUs and clock of the node at ``address``.
 
-    ``versions`` are by the name of the package. ``gpus`` has the name of each GPU. ``clock_s`` is
-    the node's clock minus this machine's, in seconds.
+    ``versions`` maps the names of packages, and "python" and "cuda", to their versions. ``gpus``
+    has the name of each GPU. ``clock_s`` is the node's clock minus this machine's, in seconds.
     """
 
     address: str

@@ -77,8 +77,9 @@ def tables(session_id: str, turns: Sequence[Turn]) -> Iterator[str | Table]:
 def as_json(session_id: str, turns: Sequence[Turn]) -> dict[str, Any]:
     """Return a session's explanation for programs; ``turns`` are in order of arrival.
 
-    ``then_s`` is the time between the end of a turn and the arrival of the next one. It is null for
-    the last turn, and for a turn during which the next one arrived.
+    ``then_s`` is the time between the end of all turns so far and the arrival of the next one, in
+    seconds. The value is null for the last turn, and if any turn still runs when the next one
+    arrives.
     """
     return {
         "session_id": session_id,

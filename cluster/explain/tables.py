@@ -59,9 +59,10 @@ def headline(explanation: pb.Explanation) -> Iterator[str]:
 
 
 def reading(explanation: pb.Explanation) -> Iterator[str]:
-    """Yield a line about output that waited for the client to read it, or nothing.
+    """Yield at most one line: how long tokens were unread by the client.
 
-    The line is yielded if tokens are unread now, or were so for over 5 % of the request's time.
+    The line is yielded if tokens are unread now, or if tokens were unread for more than 5 % of the
+    request's time.
     """
     unread_s, unread = explanation.unread_s, explanation.unread_tokens
     if unread or unread_s > _MUCH_UNREAD * explanation.total_s:

@@ -265,10 +265,11 @@ class Forked:
         self._ended.set()
 
     def _close_reports(self) -> None:
-        """Read what the process has written last, and close the pipe.
+        """Read the rest of the process's output into ``stdout``, and close the pipe.
 
-        The transport has closed the pipe already if it has read the end of the file. It may not
-        have read that yet, or another process may hold the other end.
+        Nothing is done if the transport has read the end of the file, because it has then closed
+        the pipe itself. The end may be unread because the transport has not read that far yet, or
+        because another process still holds the writing end.
         """
         assert self._transport is not None
         if self._transport.is_closing():

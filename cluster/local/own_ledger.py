@@ -19,9 +19,10 @@ _POLL_S, _RESTART_S = 0.2, 1.0
 
 
 def url_file(state_dir: Path) -> Path:
-    """Return the path of the file that contains the ledger's URL, if ``write_url`` has written it.
+    """Return the path of the file to which ``write_url`` writes the ledger's URL.
 
-    Only this user can read the file, because the URL contains the password.
+    The file need not exist. Only this user can read the file, because the URL contains the
+    password.
     """
     return state_dir / "ledger.url"
 

@@ -114,10 +114,15 @@ class ProcessCluster:
     async def start(self) -> None:
         """Start all processes, and return when every router is connected to every worker.
 
-        Raises ModelUnavailable if the model's files are unavailable, LedgerSetupError if the ledger
-        cannot start, and SettingsError for invalid settings. Raises ClusterFailed if another
-        process fails or the configuration needs Ray, and OSError. After any error, all processes
-        that were started are stopped.
+        All processes that were started are stopped after any error.
+
+        Raises:
+            ModelUnavailable: The commit of a hub model or hub adapter cannot be determined.
+            LedgerSetupError: The embedded ledger cannot start.
+            SettingsError: The routers' ports or the files of ``internal_tls`` are invalid.
+            ClusterFailed: The configuration needs Ray, a router or rank fails, or a router does not
+                connect to all workers in time.
+            OSError: A directory, log file or process cannot be created.
         """
         try:
             await self._start()

@@ -141,9 +141,10 @@ class Requests(Protocol):
 async def from_ledger(ledger: Requests, model: ServedModel, limit: int) -> list[Example]:
     """Return the examples of the newest ``limit`` finished requests, newest first.
 
-    Requests for other models are left out. Requests whose outputs no stop string, stop token or
-    end-of-text token could end are also left out: only max_tokens could end them. Omitted requests
-    count towards ``limit``. Raises LedgerUnavailable if the ledger does not answer.
+    Requests for other models, and those that the ledger has forgotten meanwhile, are left out.
+    Requests without a stop string, stop token or end-of-text token are also left out, because only
+    max_tokens could end their outputs. Omitted requests count towards ``limit``. Raises
+    LedgerUnavailable if the ledger does not answer.
     """
     examples = []
     async for page in _pages(ledger, limit):

@@ -60,9 +60,10 @@ def options(config: Config) -> dict[str, dict[str, Any]]:
 def _router_settings(config: Config) -> dict[str, Any]:
     """Return the ``user_config`` of the router deployment.
 
-    The result has the log level and the router's run-time settings. Two further mappings, by the
-    name of a worker deployment, have its number of workers (None if its model's autoscaler decides)
-    and its autoscaler's settings. Router and autoscaler settings with default values are left out.
+    The result has the log level and, as ``router``, the router's run-time settings. ``num_workers``
+    maps the name of each worker deployment to its number of workers, or to None if the model's
+    autoscaler decides. ``autoscale`` maps these names to the settings of the autoscalers, without
+    the bounds. Router and autoscaler settings with default values are left out.
     """
     groups = config.groups
     return {

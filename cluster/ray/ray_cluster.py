@@ -78,10 +78,15 @@ class RayCluster:
     async def start(self) -> None:
         """Start the ledger, Ray and the application, and wait until the application runs.
 
-        Raises ModelUnavailable if the model's files are unavailable, LedgerSetupError if the ledger
-        cannot start, and ClusterFailed if the application fails, or if a local Ray is to run
-        several routers. After an error everything that was started is stopped. Missing nodes of a
-        Ray cluster are no error: the call waits for them.
+        Everything that was started is stopped after an error. Missing nodes of a Ray cluster are no
+        error: the call waits for them.
+
+        Raises:
+            ModelUnavailable: The commit of a hub model or hub adapter cannot be determined.
+            LedgerSetupError: The embedded ledger cannot start.
+            ClusterFailed: The application fails, a local Ray is to run several routers, or a worker
+                of vLLM without GPUs needs several nodes.
+            OSError: Ray cannot be reached at ``ray_address``, or a directory cannot be created.
         """
         routers = self.config.autoscale.max_routers or self.config.num_routers
         if self.config.ray_address == LOCAL and routers > 1:
@@ -147,9 +152,9 @@ class RayCluster:
     async def _wait_until(self, condition: Callable[[ApplicationStatusOverview], bool]) -> None:
         """Wait until ``condition`` is true for the status of the application.
 
-        Raises ClusterFailed if the deployment fails. Serve's own function for waiting is not used,
-        because it blocks the event loop, and with it signals, and never returns if a worker cannot
-        be placed.
+        Raises ClusterFailed if the application cannot be deployed. Serve's own wait function is not
+        used: it never returns if a worker cannot be placed. The event loop would also be blocked,
+        so that signals would not be handled.
         """
         from ray import serve
 

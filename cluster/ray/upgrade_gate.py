@@ -51,9 +51,10 @@ class Progress:
 
         Args:
             own: Number of running workers of this cluster, by the name of their deployment.
-            total: Number of workers of this cluster plus those of other clusters that they replace,
-                by the name of the deployment in this cluster. The router counts the workers that
-                are connected to it, and those to be replaced in another active cluster.
+            total: Number of each deployment's own workers plus the workers of other clusters that
+                the deployment replaces, by its name. The router obtains the number: it adds the
+                connected workers of the deployment's model, no matter of which cluster, and the
+                workers that the deployment replaces in another active cluster.
             is_complete: Whether all workers that this cluster is to have are running.
             now: Monotonic time in seconds.
         """

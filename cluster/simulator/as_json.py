@@ -21,8 +21,9 @@ def write(content: Mapping[str, object], path: Path) -> None:
 def forecast_as_json(forecast: Forecast, slo: Slo) -> dict[str, object]:
     """Return a forecast as a JSON object.
 
-    It has the summaries of all requests, of each class, tenant and application, the samples, and
-    the totals of workers' time and steps.
+    The object has ``slo``, one summary of all requests together, and one summary of each class,
+    tenant and application. The samples, the workers' connected time in seconds, and the numbers of
+    steps are also included.
     """
     return {
         "slo": plain(asdict(slo)),

@@ -18,8 +18,8 @@ class Frame(NamedTuple):
     sequences that sampled their first or last token or had another change. Every other decoding
     sequence samples one token in each step and has no outcome. Every token has an outcome if steps
     may leave out decoding sequences (``may_defer``). ``chunks`` states for each prefix chunk that
-    changed whether it is cached now; chunks are named by their last blocks. ``aborted`` are the
-    epochs that were aborted since the last frame.
+    changed whether it is cached now; its key is the name of the chunk's last block, which replaces
+    a hash. ``aborted`` are the epochs that were aborted since the last frame.
     """
 
     worker_id: str

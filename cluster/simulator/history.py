@@ -104,10 +104,11 @@ class Reading(Protocol):
 
 
 async def finished_requests(ledger: Reading, limit: int) -> list[Record]:
-    """Return a record of each choice of the ``limit`` newest finished requests, oldest first.
+    """Return a record of each choice of the ``limit`` newest finished requests, sorted by arrival.
 
-    Times are in seconds after the earliest of these arrivals. ``first_token`` is the time of the
-    first token of any choice, and infinite if unknown. Raises LedgerUnavailable.
+    Times are in seconds after the arrival of the first record, and infinite if unknown.
+    ``first_token`` is the time of the first token of any choice. Requests that the ledger has
+    forgotten meanwhile are left out. Raises LedgerUnavailable.
     """
     found: list[Record] = []
     async for entries in _listed(ledger, limit):

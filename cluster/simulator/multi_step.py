@@ -109,9 +109,11 @@ class MultiStepScheduler(Scheduler):
         return self._batch.slot_table.allocated(steps)
 
     def blocks_retained(self, start: float, num_allocated: int) -> int:
-        """Return how many blocks sessions retain after uniform steps.
+        """Return the number of free blocks that are retained for sessions after uniform steps.
 
-        The last step begins at ``start``, and all steps together allocate ``num_allocated`` blocks.
+        ``start`` is the time in seconds at which the last step begins; retentions that have expired
+        by then do not count. All steps together allocate ``num_allocated`` blocks; retained blocks
+        are allocated last.
         """
         return self._batch.num_retained_after(start, num_allocated)
 

@@ -18,8 +18,9 @@ def saturation_rate(arrivals: Sequence[Arrival], spec: WorkerSpec) -> float:
 
     Only the prompt and output lengths of ``arrivals`` are used, not their times. A saturated worker
     decodes as many sequences at once as its slots, KV cache and token budget allow. The mean number
-    of sequences that end in a step is that number divided by the mean output length. Each step also
-    computes as many new prompts, of which no part is assumed to be cached.
+    of sequences that end in a step is the number decoded at once divided by the mean output length.
+    Each step also computes one new prompt for each sequence that ends. No part of a prompt is
+    assumed to be cached.
     """
     outputs = [min(each.output_tokens, each.max_tokens) for each in arrivals]
     prompts = [each.prompt_tokens for each in arrivals]

@@ -55,7 +55,7 @@ class BlockNames:
         return self._stems[(end - 1) // self._part_tokens] + block.to_bytes(4)
 
     def chunks(self, num_tokens: int) -> list[int]:
-        """Return the ids of the full chunks of the first ``num_tokens`` tokens."""
+        """Return the ids of the full chunks (``CHUNK_SIZE`` tokens) of the first ``num_tokens``."""
         return [
             chunk_id(self[(number + 1) * BLOCKS_PER_CHUNK - 1])
             for number in range(num_tokens // CHUNK_SIZE)

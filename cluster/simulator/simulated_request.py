@@ -103,9 +103,9 @@ class SimulatedRequest:
         self.samples_since = step if outcome.tokens and outcome.stop is None else None
 
     def count_sampled(self, step: int) -> None:
-        """Add one output token for each worker step after the last counted one, up to ``step``.
+        """Add one output token for each worker step after the last counted one, including ``step``.
 
-        Do nothing unless the worker generates a token for the request in each step.
+        A request for which the worker does not sample a token in every step remains unchanged.
         """
         if self.samples_since is not None:
             self.num_tokens += step - self.samples_since

@@ -151,7 +151,10 @@ class Verification:
         return streams
 
     async def _recovered(self) -> None:
-        """Wait until the endpoint answers a chat completely."""
+        """Wait until the endpoint answers a chat completely.
+
+        Raises VerificationFailed if no chat is answered completely within ``_RECOVERY_S`` seconds.
+        """
         probe = self._probes[0]
         try:
             async with asyncio.timeout(_RECOVERY_S):

@@ -15,9 +15,10 @@ _NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class AdapterSource:
-    """Name of an adapter for clients, and the directory or hub id of its files in peft's format.
+    """LoRA adapter: the name by which clients request it, and the source of its files.
 
-    ``revision`` is a branch, tag or commit of a hub id; empty: its main branch.
+    ``location`` is the directory or the hub id of the files, which are in peft's format.
+    ``revision`` is a branch, tag or commit of the hub id; an empty one means the main branch.
     """
 
     name: str

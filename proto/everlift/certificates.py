@@ -29,9 +29,9 @@ def pem(tls: Tls) -> Reloaded[Pem]:
 
 
 def client_context(tls: Tls) -> Reloaded[ssl.SSLContext]:
-    """Return the ssl context of clients in a ``Reloaded``, which renews it when a file changes.
+    """Return the ssl context for clients, in a ``Reloaded`` that renews it when a file changes.
 
-    Without ``tls.ca``, the context trusts the system's certificate authorities.
+    The context trusts the system's certificate authorities if ``tls.ca`` is not set.
     """
     return Reloaded(tls.files, lambda: _client_context(tls))
 
@@ -39,8 +39,9 @@ def client_context(tls: Tls) -> Reloaded[ssl.SSLContext]:
 def server_context(tls: Tls, protocols: Sequence[str] = ()) -> ssl.SSLContext:
     """Return an ssl context that a server can keep for its lifetime.
 
-    Each new connection uses the contents of the files at that time, or the last valid contents if
-    these are invalid. ``protocols`` are the ALPN protocols, the preferred one first.
+    Each new connection uses the current contents of the files that ``tls`` names. The last valid
+    contents are used if the current ones are invalid. ``protocols`` are the ALPN protocols, the
+    preferred one first.
     """
     contexts = Reloaded(tls.files, lambda: _server_context(tls, protocols))
 

@@ -40,8 +40,8 @@ class UnsupportedGguf(ValueError):
 def config_of(header: GgufHeader) -> Json:
     """Return the model's configuration as a dict with the keys of Hugging Face's config.json.
 
-    Raises UnsupportedGguf for an architecture or a variant that is not supported, and BadGguf for
-    metadata that is missing or of the wrong type.
+    Raises UnsupportedGguf for an architecture or a variant that is not supported. Raises BadGguf if
+    required metadata or tensors are missing, invalid, or contradict each other.
     """
     return _Model(header).config()
 
@@ -241,7 +241,7 @@ class _Model:
         """Return a dict with the key ``rope_scaling``, or {} if RoPE is not scaled.
 
         Raises UnsupportedGguf for a kind of scaling that is not supported, and BadGguf if its
-        parameters are missing.
+        parameters are missing or invalid.
         """
         if self.has_tensor("rope_freqs.weight"):
             # Llama 3's scaling is stored as one factor for each pair of dimensions.
@@ -265,7 +265,8 @@ class _Model:
         """Return a dict with Phi-3's key ``rope_scaling``, or {} if RoPE is not scaled.
 
         The scaling factors are read from tensors. The dict also has the key
-        ``original_max_position_embeddings``. Raises BadGguf if keys or tensors are missing.
+        ``original_max_position_embeddings``. Raises BadGguf if keys or tensors are missing or
+        invalid.
         """
         if not self.has_tensor("rope_factors_long.weight"):
             return {}
@@ -399,9 +400,9 @@ def _sliding_pattern(model: _Model) -> Json:
 def _gemma(model: _Model, layers_scaled_by_width: int) -> Json:
     """Return a dict with the keys that the configurations of Gemma 2 and 3 share.
 
-    One of them is ``query_pre_attn_scalar``, whose inverse square root scales the queries. It is
-    the head dimension. Only in the 27B variant, which is recognised by its number of layers
-    (``layers_scaled_by_width``), it is the hidden size divided by the number of heads.
+    The inverse square root of ``query_pre_attn_scalar``, one of the keys, scales the queries. The
+    value is the head dimension, except in the 27B variant. A model with ``layers_scaled_by_width``
+    layers is this variant, and has the hidden size divided by the number of heads.
     """
     is_scaled_by_width = model.integer("block_count") == layers_scaled_by_width
     width = model.integer("embedding_length")

@@ -20,10 +20,12 @@ Prompt: TypeAlias = str | Sequence[int]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Options of a request. An option that is missing or None has its default value.
+    """Options of a request.
 
-    The defaults of temperature, top_p, top_k, min_p and repetition_penalty are those of the served
-    model (``models()`` returns them), or the values named here if the model has none.
+    An option that is missing, or None if its type allows None, has its default value. The defaults
+    of temperature, top_p, top_k, min_p and repetition_penalty are those of the served model, which
+    the client's method ``models`` returns. The comments below give the default of each parameter
+    that the model does not define.
     """
 
     #: maximum number of tokens to generate; default: the number that the prompt leaves in the

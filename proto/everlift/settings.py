@@ -3,11 +3,14 @@
     defaults (in the dataclasses) <- YAML mapping <- environment <- --set worker.max_num_seqs=8
 
 Each layer overrides those to its left, and pydantic validates the result. The type of a setting is
-its field's annotation: str, int, float, bool, Path, an Enum or Literal of strings, tuple[X, ...],
-X | None, or another dataclass, whose settings form a section, or Mapping[str, X] for sections that
-the user names. Its range is a pydantic Field in the annotation (``Port``, ``Count``, ...). All
-invalid settings are reported together: an unknown key with the most similar key, a wrong type with
-the expected type, a value out of range with the bound.
+its field's annotation: str, int, float, bool, Path, or an Enum or Literal of strings. Lists and
+optional values of such a type X are tuple[X, ...] and X | None. A field whose type is another
+dataclass is a section of settings. A field of type Mapping[str, X], where X is a dataclass,
+contains sections that the user names. The range of a setting is a pydantic Field in the annotation
+(``Port``, ``Count``, ...).
+
+All invalid settings are reported together. The error gives the most similar key for an unknown key,
+the expected type for a wrong type, and the bound for a value out of range.
 """
 
 from __future__ import annotations
@@ -87,8 +90,8 @@ def load(
 
     Each layer is a nested mapping, and overrides those before it. ``location_of`` is called with
     the dotted path of an invalid setting, and returns the text that precedes the path in the error,
-    for example the setting's file and line. ``copies`` has the paths of settings that were copied
-    from other settings, with the paths of the latter. A copy is not reported if the original is.
+    such as the file and line. ``copies`` maps the path of each setting that was copied to the path
+    of its original. An invalid copy is not reported if its original is invalid too.
 
     Raises SettingsError, which lists the invalid settings. Missing settings are listed only if
     there is no other error. The check of a dataclass (``__post_init__``) reports its first problem,
@@ -105,7 +108,11 @@ def load(
 
 
 def paths(values: Mapping[str, object], section: str = "") -> Iterator[str]:
-    """Yield the dotted path of each key in nested ``values``; ``section`` precedes each path."""
+    """Yield the dotted path of each section and each setting in nested ``values``.
+
+    The path of a section is yielded before the paths in it. Each path begins with ``section``,
+    which is empty or ends with a dot.
+    """
     for name, value in values.items():
         yield f"{section}{name}"
         if isinstance(value, Mapping):
@@ -233,8 +240,8 @@ def from_flags(cls: type, assignments: Iterable[str]) -> dict[str, object]:
     """Return the settings in ``assignments``, as a nested mapping for ``load``.
 
     The assignment "worker.max_num_seqs=8" gives {"worker": {"max_num_seqs": 8}}. ``cls`` is the
-    dataclass of the settings. Raises SettingsError, which lists all unknown settings and all values
-    of a wrong type.
+    dataclass of the settings. Raises SettingsError, which lists all unknown settings, all values
+    of a wrong type, and all assignments without "=".
     """
     keys, problems = Keys(cls), _Problems()
     layer: dict[str, object] = {}
@@ -276,7 +283,7 @@ class Keys:
     """Types of all settings of a dataclass, by the dotted paths of the settings.
 
     A field of type Mapping[str, X], where X is a dataclass, contains sections that the user names.
-    Paths may have any name in the place of such a section.
+    A path may contain any name for such a section.
     """
 
     def __init__(self, cls: type) -> None:
@@ -318,9 +325,9 @@ class Keys:
         return next(iter(near or get_close_matches(path, keys, 1)), None)
 
     def _named_as(self, path: str) -> Mapping[str, Any]:
-        """Return the types of all settings by path, with concrete names for user-named sections.
+        """Return the types of all settings by path, with a name for each user-named section.
 
-        Sections that ``path`` contains keep their names; all others are called NAME.
+        The name is the one that ``path`` contains for the section, or NAME if it contains none.
         """
         return {_named_key(key, path): hint for key, hint in self._types.items()}
 
@@ -421,7 +428,10 @@ def _inner(hint: Any) -> Any:
 
 
 def _nearest(hint: Any, value: object) -> str:
-    """Return "; did you mean NAME?" for the allowed name most similar to ``value``, or ""."""
+    """Return "; did you mean NAME?" for the allowed name that is most similar to ``value``.
+
+    Returns "" if no allowed name is similar enough, or if ``value`` is not a string.
+    """
     near = get_close_matches(value, _names(hint), 1) if isinstance(value, str) else []
     return f"; did you mean {near[0]}?" if near else ""
 

@@ -90,7 +90,9 @@ class FittedStepTime:
     def observe(self, size: StepSize, seconds: float) -> None:
         """Add a sample: a step of this size, or an average of several, took ``seconds``.
 
-        ``seconds`` must be above 0. Predictions do not change until the next ``refit``.
+        ``seconds`` must be above 0. Predictions do not change until the next ``refit``. All earlier
+        samples are discarded once the mean error of ``_ERROR_WINDOW`` predictions exceeds
+        ``_RESET_ERROR``.
         """
         predicted = self.seconds(size) if self.is_known else seconds
         weight = self._weigh(predicted / seconds - 1) if self.is_known else 1.0

@@ -27,10 +27,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _is_typo(name: str, known: str) -> bool:
-    """Return whether ``name`` is a misspelling of ``known``.
+    """Return whether ``name`` is ``known`` with at most one typing error.
 
-    A misspelling differs only in case and separators, or also by one letter that is missing, added,
-    changed, or swapped with the next letter.
+    Case and separators are ignored. A typing error is one letter that is missing, added, changed,
+    or swapped with the next letter. An error counts only if the shorter name has at least
+    ``_MIN_ADDED`` letters, or ``_MIN_CHANGED`` for a changed letter.
     """
     short, long = sorted((_letters(name), _letters(known)), key=len)
     if short == long:

@@ -27,7 +27,10 @@ _BROKEN = frozenset(
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: EverliftError) -> NoReturn:
-    """End a call on the server with the error's status, cause and details. Never returns."""
+    """End a call on the server with the status, the message and the details of ``error``.
+
+    The message is cut to the size that a gRPC status can hold. Never returns.
+    """
     await context.abort(status(error), error_details.cause(error), trailing_metadata(error))
 
 

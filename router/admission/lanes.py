@@ -31,10 +31,10 @@ _FEW_DEPARTED = 64
 class Queued:
     """Queued request, with its number in order of queueing (``ticket``).
 
-    ``arrival`` is what the wait statistics recorded when the request was queued. A parked request
-    waits for a certain worker or an adapter, and is in no lane. ``wait`` is the last such wait,
-    kept after its end; None if the request was never parked. ``parked_s`` is the total duration of
-    the ended waits in seconds.
+    ``arrival`` holds the clocks and counts of the wait statistics when the request was queued. A
+    parked request waits for a certain worker or an adapter, and is in no lane. ``wait`` is the last
+    such wait, kept after its end; None if the request was never parked. ``parked_s`` is the total
+    duration of the ended waits in seconds.
     """
 
     __slots__ = ("arrival", "is_parked", "is_queued", "parked_s", "ticket", "wait", "waiting")
@@ -49,10 +49,11 @@ class Queued:
         self.wait: Wait | None = None
 
     def __lt__(self, other: Queued) -> bool:
-        """Return whether this object is outdated, which sorts it before the valid one.
+        """Return whether this object is outdated; an outdated heap entry sorts first.
 
-        Heap entries have equal places and tickets only if they are of the same request, whose
-        object is replaced when the request is parked. At most one of the objects is still queued.
+        Parking a request replaces its object, and the old one may stay in a heap. Heap entries with
+        equal places and tickets are therefore objects of one request, and at most one is still
+        queued.
         """
         return not self.is_queued
 
@@ -60,7 +61,10 @@ class Queued:
 class Lane(ABC):
     @abstractmethod
     def push(self, queued: Queued, place: Place) -> None:
-        """Add a request; ``place`` is its sort key, of which the smallest leaves first."""
+        """Add a request with the sort key ``place``.
+
+        The request with the smallest key is the result of ``head(None)``.
+        """
 
     @abstractmethod
     def head(self, ledger_now: float | None) -> Queued | None:

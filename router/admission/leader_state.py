@@ -198,7 +198,10 @@ class LeaderState:
         return any(queue.demands.is_scaled for queue in self._queues.values())
 
     def scale(self, scaling: session_pb2.Scaling, reported_at: float) -> None:
-        """Record the number of a model's workers that its autoscaler reported."""
+        """Record the wanted number of a model's workers, which an autoscaler reported.
+
+        ``reported_at`` is the time of the report, in seconds of the router's clock.
+        """
         self.queue(scaling.model).demands.scale(scaling, reported_at)
 
     # decisions

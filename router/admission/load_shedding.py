@@ -1,7 +1,7 @@
 """Rejection of requests by an overloaded cluster, in routers and at the leader's queue. Pure.
 
     arriving  the first token or the end would be late        DeadlineUnmeetable (refuse_late)
-              the queue is full, without a lower class        QueueFull
+              the queue is full, with no lower class in it    QueueFull
     queued    the queue is full, and a higher class arrives   Shed
               the request has waited for too long             QueueTimeout (queue_ttl, refuse_late)
 

@@ -180,8 +180,9 @@ class ModelQueue:
         """Apply changed rules; each iteration of the result is one step.
 
         The first step applies all rules except the order of the queue and fair shares, which change
-        when the iterator is exhausted. If the caller stops before, these two do not change. While
-        they change, no request waits for a worker with a cached prefix.
+        when the iterator is exhausted. The order and fair shares stay unchanged if the caller stops
+        before. A change of either first unparks all requests, and no request is parked until the
+        iterator ends.
         """
         self._bounds.rules, self._queue.class_floor = rules, rules.class_floor
         if (rules.order, rules.fair_share) != (self._order, self._fair_share_enabled):
@@ -250,9 +251,9 @@ class ModelQueue:
             effects.replaced.append(replaced)
 
     def withdraw(self, gateway: str, request_id: str, now: float, effects: MessageEffects) -> None:
-        """Remove a request of ``gateway``, queued or running, if it is here.
+        """Remove the request of ``gateway`` with this id, queued or running, if there is one.
 
-        ``effects`` receives a queued one.
+        A queued request is added to ``effects.withdrawn``, with its wait.
         """
         waiting = self._queue.get(request_id, gateway)
         if waiting is not None:
@@ -371,8 +372,8 @@ class ModelQueue:
     ) -> list[Placed]:
         """Remove up to ``limit`` requests from the queue, and return their dispatches to workers.
 
-        It stops at the first request for which no worker has enough free capacity and no running
-        request is to be evicted yet. ``make_epoch`` returns a random id for each new dispatch.
+        Dispatching stops at the first request for which no worker has enough free capacity and no
+        eviction is due or helps. ``make_epoch`` returns a random id for each new dispatch.
         """
         placed = self._place_parked(now, ledger_now, limit, make_epoch)
         self._unpark(now)
@@ -462,7 +463,7 @@ class ModelQueue:
 
     @property
     def next_expiry(self) -> float | None:
-        """Time at which the next wait for a worker with a cached prefix ends; None if none.
+        """Time at which the next wait for a cached prefix or an adapter ends; None without any.
 
         ``place`` must be called then. The time may be too early, but not too late.
         """
@@ -471,8 +472,8 @@ class ModelQueue:
     def _head(self, now: float, ledger_now: float) -> Waiting | None:
         """Return the next request; None if there is none, or an unreported one may precede it.
 
-        During a handover requests are ordered by their sort keys alone: credit of classes and fair
-        shares are ignored.
+        Requests are ordered by their sort keys alone during a handover: the credit that lower
+        classes have earned (``Classes``) and fair shares are ignored.
         """
         if self._handover.is_complete(now):
             return self._queue.peek(ledger_now)
@@ -522,11 +523,16 @@ class ModelQueue:
     def reserve(self, waiting: Waiting, now: float, make_epoch: Callable[[], int]) -> Placed | None:
         """Reserve a worker for a new request; return None if the request has to queue.
 
-        It has to queue while other requests are preempted, or queued without waiting for a
-        particular worker, and while an unreported request may precede it. It also has to queue if
-        no worker has enough free capacity, or if it should wait for a busy worker that has more of
-        it cached (``Placement.wait_for``). ``make_epoch`` returns a random id for each new
-        dispatch. The caller must later confirm or cancel the reservation.
+        The request has to queue in these cases:
+
+        - another request waits after a preemption, or is queued and not parked
+        - an unreported request may precede the new one
+        - no worker has enough free capacity
+        - the new request should wait for a busy worker that has more of its tokens cached
+          (``Placement.wait_for``)
+
+        ``make_epoch`` returns a random id for each new dispatch. The caller must later confirm or
+        cancel the reservation.
         """
         others = len(self._queue) > self._queue.num_parked or self._running.has_preempted
         if others or not self._handover.allows(self._key(waiting), now):
@@ -607,9 +613,9 @@ class ModelQueue:
         self._spared[running.request_id] = now + _SPARED_S
 
     def prune(self, now: float) -> None:
-        """Drop reservations and exemptions from eviction and moves that are no longer valid.
+        """Drop outdated exemptions from eviction and moves, and outdated reservations for output.
 
-        Once the handover is complete, call ``FairShare.handover_ended``.
+        The call also reports a completed handover to ``FairShare.handover_ended``.
         """
         self._spared = {r: until for r, until in self._spared.items() if until > now}
         self._output_reservations.prune(self._placement.workers, now)

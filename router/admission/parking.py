@@ -1,4 +1,4 @@
-"""Queued requests that wait for a worker which has their prefix in its cache. Pure."""
+"""Queued requests that wait for a worker that has their prefix cached, or for an adapter. Pure."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from router.admission.request import Waiting
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Decision that a request waits for a busy worker.
+    """Decision that a request waits for a busy worker, or until a worker serves its adapter.
 
-    The wait ends at ``until`` at the latest, in seconds of the leader's clock. The worker has the
-    first ``cached_tokens`` tokens of the request in its prefix cache. The alternative is an
-    immediate dispatch to the best worker with free capacity. Computing there the part of these
-    tokens that is not cached there would take ``compute_s`` seconds.
+    The wait ends at ``until`` at the latest, in seconds of the leader's clock. The busy worker has
+    the first ``cached_tokens`` tokens of the request in its prefix cache. The alternative is an
+    immediate dispatch to the best worker with free capacity. The best worker would need
+    ``compute_s`` seconds to compute those of the ``cached_tokens`` tokens that it has not cached.
 
-    ``saved_s`` is the cost of the alternative (``Choice.cost_s``) less that at the busy worker
-    without its pending prefill, but at most the ``saved_s`` of the request's previous wait.
-    ``worker_id`` is empty, and all numbers but ``until`` are 0, if no worker serves the request's
-    adapter yet.
+    ``saved_s`` is the cost of the alternative (``Choice.cost_s``) less the cost at the busy worker,
+    which leaves out the pending prefill there. The value is at most the ``saved_s`` of the
+    request's previous wait. ``worker_id`` is empty, and all numbers but ``until`` are 0, if the
+    request waits until a worker serves its adapter.
     """
 
     worker_id: str
@@ -35,10 +35,10 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """Request that waits for a worker since ``since``, in seconds of the leader's clock.
+    """Request that has waited for a worker or an adapter since ``since``.
 
-    ``number`` is the position of this wait among all waits in the order in which they began, from
-    0.
+    ``since`` is in seconds of the leader's clock. ``number`` counts all waits in the order in which
+    they began, from 0.
     """
 
     waiting: Waiting

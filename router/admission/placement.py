@@ -100,7 +100,7 @@ class CachedPrefixes(NamedTuple):
     groups: list[tuple[int, int]]
 
     def tokens_at(self, bit: int) -> int:
-        """Return how many leading tokens the worker with this bit has cached."""
+        """Return how many leading tokens a worker has cached; ``bit`` is its one-bit mask."""
         return next((num_tokens for num_tokens, mask in self.groups if mask & bit), 0)
 
 
@@ -134,10 +134,10 @@ class Choice(NamedTuple):
 
 
 class Waited(NamedTuple):
-    """Waits of a request for busy workers that have its prefix cached.
+    """Ended waits of a request for busy workers that have its prefix cached, or for its adapter.
 
-    ``seconds`` is their total duration. ``saved_s`` are the seconds that the first wait was
-    expected to save; inf if the request has not waited.
+    ``seconds`` is their total duration. ``saved_s`` is the smallest number of seconds that any of
+    the waits was expected to save, 0 for an adapter; inf if the request has not waited.
     """
 
     seconds: float = 0.0
@@ -261,7 +261,7 @@ class Placement:
             self._ready.remove(worker_id)
 
     def serves(self, adapter: str) -> bool:
-        """Return whether any worker serves a LoRA adapter, or there is no worker."""
+        """Return whether any worker serves the LoRA adapter; True if there are no workers."""
         workers = self._workers.values()
         return not workers or any(worker.capacity.serves(adapter) for worker in workers)
 
@@ -414,9 +414,10 @@ class Placement:
         )
 
     def most_cached(self, chunks: Sequence[int], num_tokens: int) -> int:
-        """Return how many of the first ``num_tokens`` tokens some worker has cached.
+        """Return the largest number of leading tokens that any one worker has cached.
 
-        ``chunks`` are the ids of their chunks. The last token is never included.
+        ``chunks`` are the ids of the chunks of the ``num_tokens`` tokens. The last of these tokens
+        never counts, because it is always computed.
         """
         depths = self.index.depths(chunks) if chunks else []
         return min(depths[0][0] * CHUNK_SIZE, num_tokens - 1) if depths else 0
@@ -434,9 +435,10 @@ class Placement:
     def _seconds(
         self, worker_id: str, waiting: Waiting, num_cached: int, pending: int
     ) -> float | None:
-        """Return the seconds until a worker has computed ``pending`` tokens and a request.
+        """Return the seconds until a worker has computed ``pending`` tokens and then a request.
 
-        They are None if its speed is unknown.
+        The worker has the first ``num_cached`` tokens of the request cached; the time to load such
+        tokens from host memory is included. None is returned if the worker's speed is unknown.
         """
         worker = self._workers[worker_id]
         uncached = waiting.prefill_tokens - num_cached
@@ -474,13 +476,17 @@ class Placement:
     def wait_for(
         self, waiting: Waiting, choice: Choice, parking: Parking, waited: Waited, now: float
     ) -> Wait | None:
-        """Return the busy worker that a request should wait for, instead of ``choice``; else None.
+        """Return the decision to wait for a busy worker instead of ``choice``; else None.
 
-        It is the one with the lowest cost, including the estimated wait, if that is lower than for
-        ``choice``. The request waits for at most the cost that the worker's cached prefix saves,
-        and with all earlier waits (``waited``) for at most what the first one would have saved.
-        Whatever the true wait is, the request thus waits no longer than computing the prefix at
-        once, with its cost for other requests, would have taken (the ski-rental bound).
+        The worker with the lowest cost, including the estimated wait, is chosen if this cost is
+        below that of ``choice``. All waits of the request, including the ended ones (``waited``),
+        may together last ``saved_s`` seconds: the cost that the worker's cached prefix saves, or
+        less if an earlier wait was expected to save less. The estimated wait must fit into this
+        limit.
+
+        The request thus waits no longer than computing the prefix at once would have taken, with
+        its cost for other requests. This bound holds whatever the true wait is (the ski-rental
+        bound). A suspect request, or one with capacity reserved at the chosen worker, never waits.
         """
         is_reserved = self._reserved.get(waiting.request_id) == choice.worker_id
         if choice.cost_s == inf or waiting.is_suspect or is_reserved:
@@ -518,7 +524,10 @@ class Placement:
         return self._workers[choice.worker_id].prefill_s(lacking, choice.cached_tokens) or 0.0
 
     def _longer_prefixes(self, choice: Choice) -> Iterator[tuple[int, str]]:
-        """Yield workers that have more of a request cached than the chosen one, with the tokens."""
+        """Yield pairs of a number of a request's cached leading tokens and a worker that has them.
+
+        Only workers with more of them than the chosen one are yielded, the largest number first.
+        """
         for num_cached, mask in choice.prefixes.groups:
             if num_cached <= choice.cached_tokens:
                 break
@@ -584,10 +593,10 @@ def _needs_of(waiting: Waiting) -> _Needs:
 
 
 def _cheaper(one: Choice, other: Choice) -> Choice:
-    """Return the choice of the lower cost.
+    """Return the choice with the lower cost.
 
-    Of equal or unknown costs, it is the one whose adapter is loaded sooner, then the one with more
-    cached.
+    Equal costs, and any two of which one is unknown (``seconds`` is None), are decided by the lower
+    ``adapter_s``, then by the larger ``cached_tokens``.
     """
     if one.seconds is None or other.seconds is None:
         return min(one, other, key=lambda it: (it.adapter_s, -it.cached_tokens))

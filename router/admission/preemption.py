@@ -248,7 +248,10 @@ class OutputReservations:
         return len(self._reservations)
 
     def add(self, running: Running, worker_id: str, tokens: int, now: float) -> None:
-        """Reserve blocks for ``tokens`` more tokens of a moved request; replaces an earlier one."""
+        """Reserve blocks for ``tokens`` more tokens of a moved request.
+
+        The reservation replaces an earlier one of the same request.
+        """
         self._reservations[running.request_id] = _OutputReservation(
             worker_id, tokens, running.choices, now
         )
@@ -319,11 +322,12 @@ class MovePolicy:
     def candidates(
         self, preempted: Iterable[Running], head: Waiting | None, key: Callable[[Ordered], Key]
     ) -> Iterator[tuple[Running, int]]:
-        """Yield pairs of a preempted request that may be moved and a number of KV blocks.
+        """Yield each preempted request that may be moved, and a number of KV blocks.
 
-        This number must be free at the request's present worker before it can resume there: for
-        itself and for the requests that resume before it. Requests are sorted by ``key``, the
-        smallest first. Requests after ``head``, the next queued request, are not yielded.
+        The request can resume at its present worker once this many blocks are free there. The
+        number includes the blocks of the requests that resume there first. Requests are sorted by
+        ``key``, the smallest first. Requests after ``head``, the next queued request, are not
+        yielded.
         """
         needed: dict[str, int] = {}
         for running in sorted(preempted, key=key):
@@ -342,9 +346,10 @@ class MovePolicy:
     ) -> Move | None:
         """Return the move to the worker where the request resumes soonest.
 
-        Return None if no worker with capacity for it is sooner than its present one, where
-        ``needed`` KV blocks must be free first. ``reserved`` maps worker ids to the numbers of
-        blocks that are reserved for the output of requests that were moved before.
+        Return None if the request would resume no sooner at any other worker with capacity for it,
+        or if its present worker is unknown. ``needed`` KV blocks must be free at the present worker
+        before the request resumes there. ``reserved`` maps worker ids to the numbers of blocks that
+        are reserved for the output of requests that were moved before.
         """
         home = workers.get(running.worker_id)
         if home is None:
@@ -360,9 +365,12 @@ class MovePolicy:
         return Move(running, min(sooner)[1]) if sooner else None
 
     def _has_capacity(self, worker: WorkerView, running: Running, reserved: int) -> bool:
-        """Return whether the worker has free slots and KV blocks for a request to be moved.
+        """Return whether the worker can take a request that is to be moved.
 
-        Blocks for its future output must also be free, to avoid a second preemption.
+        The worker must accept requests, serve the request's adapter, not be slow, and have a free
+        slot for each choice. The free KV blocks, less ``reserved`` and the share that must stay
+        free, must be at least MOVE_HEADROOM times those that the request needs now. The excess is
+        for future output, to avoid a second preemption.
         """
         spare = worker.free_blocks - reserved - MOVE_HEADROOM * _blocks(running)
         return (

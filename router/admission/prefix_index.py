@@ -80,8 +80,8 @@ class PrefixIndex:
         """Record that the prompt with ``chunks`` was dispatched under the epoch ``epoch``.
 
         The chunks that the worker lacks count as stored from now on. ``settle`` removes those that
-        the worker has not reported by then, unless another dispatch expects them. A chunk that the
-        worker already had no longer counts once its eviction is reported. The call has no effect
+        the worker has not reported by then, unless another dispatch expects them. The chunks that
+        the worker already has count only until it reports their eviction. The call has no effect
         for an unknown worker, or if ``epoch`` is already recorded.
         """
         worker = self._workers.get(worker_id)

@@ -184,7 +184,7 @@ class Classes:
             self._remove(priority)
 
     def note_parked(self, queued: Queued) -> None:
-        """Record that a request has left its lane, but not the queue."""
+        """Record that a parked request has left the order of its class, but not the queue."""
         self._lanes[queued.waiting.priority].note_removed(queued)
 
     def clear(self) -> None:
@@ -200,9 +200,9 @@ class Classes:
     def head(self, ledger_now: float | None) -> Queued | None:
         """Return the request that leaves next at the ledger time ``ledger_now``, in seconds.
 
-        If ``ledger_now`` is None, the one with the smallest sort key in the highest class is
-        returned; the credit of lower classes and fair shares are ignored. Return None if none is
-        queued.
+        The credit of lower classes and fair shares are ignored if ``ledger_now`` is None: the
+        request with the smallest sort key in the highest class is then returned. The result is
+        None if no request is queued or all queued ones are parked.
         """
         heads = self._heads(ledger_now)
         _, highest = next(heads, _NONE_QUEUED)
@@ -407,7 +407,11 @@ class AdmissionQueue:
         self.num_parked += 1
 
     def unpark(self, request_id: str, parked_s: float) -> None:
-        """Return a parked request to its place in the order, after ``parked_s`` seconds."""
+        """Return a parked request to its place in the order.
+
+        ``parked_s`` is the time in seconds for which the request was parked. The time is added to
+        the request's total (method ``parked_s``).
+        """
         queued = self._queued[request_id]
         queued.is_parked = False
         queued.parked_s += parked_s

@@ -145,8 +145,8 @@ class Waiting(NamedTuple):
         """Return the request that ``message`` of the router ``gateway`` reports.
 
         A deadline of 0 becomes infinite. Values of another router may be out of range and are then
-        corrected: ``least_tokens`` to at least 1, and ``cached_tokens`` to less than
-        ``prefill_tokens``, or 0.
+        corrected: ``prefill_tokens`` and ``least_tokens`` to at least 1, and ``cached_tokens`` to
+        at most ``prefill_tokens - 1``.
         """
         return cls(
             message.request_id,
@@ -349,7 +349,10 @@ class RunningTable:
         return [self._running[request_id] for request_id in self._preempted]
 
     def below(self, priority: int, worker_id: str) -> Iterator[Running]:
-        """Yield a worker's requests of classes below ``priority``: lowest first, then shortest."""
+        """Yield a worker's requests of classes below ``priority``.
+
+        The lowest class comes first; within a class, the request with the fewest known tokens.
+        """
         for rank in self._ranks.get(worker_id, ()):
             if rank[0] >= priority:
                 return

@@ -4,10 +4,10 @@
     prefill  (half of a step) + (time to compute its worker's pending prompt tokens and its own)
     output   (its tokens after the first one) * (predicted step time of its worker's batch)
 
-The drain rate of the queue is measured (``DrainRate``). The throughput of saturated workers
-replaces it until it is known. A worker's saturated throughput is the measured one
-(``ThroughputEstimator``). The throughput of a full batch (``FittedStepTime``) replaces it for a
-worker that was never saturated.
+The work that leaves the queue per second is the measured drain rate (``DrainRate``). The workers'
+saturated throughput is used as long as the drain rate is unknown. Each worker's saturated
+throughput is measured (``ThroughputEstimator``). A worker that was never saturated counts with the
+predicted throughput of a full batch (``FittedStepTime``).
 
 The order within a class is ignored, so shorter or more urgent requests may wait less than is
 predicted. ``LeastRatio`` therefore learns a ratio of actual to predicted wait that nearly all

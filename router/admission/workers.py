@@ -187,8 +187,8 @@ class Capacity:
 class Adapters:
     """LoRA adapters in a worker's memory, by name and by digest of their files.
 
-    ``num_unused`` is the number of slots that no sequence uses, and ``load_s`` the mean time of a
-    load in seconds, 0 if unknown.
+    ``num_unused`` is the number of slots that no sequence uses and into which no adapter is being
+    loaded. ``load_s`` is the mean time of a load in seconds, 0 if unknown.
     """
 
     names: frozenset[str] = frozenset()
@@ -378,7 +378,9 @@ class WorkerView:
     def adapter_s(self, adapter: str, digest: str) -> float:
         """Return the seconds to load an adapter: 0 if it is loaded or is about to be.
 
-        Infinite if sequences use all slots, so that some must end first.
+        The result is also 0 if ``adapter`` is empty, or if the worker loads no adapters at run
+        time. Otherwise, the result is infinite if sequences, loads and coming adapters take all
+        slots, so that some sequences must end first.
         """
         loads = bool(adapter) and self.capacity.adapter_slots > 0
         coming = self.coming_adapters.values()

@@ -65,9 +65,10 @@ class RenderedChat:
 
 
 class ChatRenderer:
-    """Renderer of conversations with the template of their model; without one, they are rejected.
+    """Renderer of conversations with the chat templates of their models.
 
-    With ``accepts_templates`` a conversation may have a template of its own.
+    ``accepts_templates`` permits conversations to have templates of their own. A conversation
+    is rejected if neither the conversation nor its model has a template.
     """
 
     def __init__(
@@ -76,17 +77,22 @@ class ChatRenderer:
         *,
         accepts_templates: bool = False,
     ) -> None:
-        """Create the renderer; ``templates`` are those of the models that have one, by model."""
+        """Create the renderer; ``templates`` are by model, as ``ChatTemplate.load`` returns them.
+
+        Conversations with a model that has no entry are rejected, even those with a template of
+        their own.
+        """
         self._templates = templates
         self._accepts_templates = accepts_templates
 
     async def render(self, model: ServedModel, conversation: Conversation) -> RenderedChat:
         """Return the prompt of a conversation, with the tools and the grammar of its output.
 
-        Raises NoChatTemplate if neither the model nor the conversation has a template. Raises
-        Unsupported if the conversation has a template but may not, and OutOfRange if this template
-        is too long. Raises UnsupportedContent or OutOfRange for images that the model does not
-        take. Raises PromptTextTooLong if the prompt is certainly longer than the context. Raises
+        Raises NoChatTemplate if neither the model nor the conversation has a template, or if
+        ``templates`` has no entry for the model. Raises Unsupported if the conversation has a
+        template although ``accepts_templates`` is not set. Raises OutOfRange if this template is
+        too long. Raises UnsupportedContent or OutOfRange for images that the model does not take.
+        Raises PromptTextTooLong if the prompt is certainly longer than the context. Raises
         InvalidRequest or a subclass if the tools are invalid or the messages cannot be rendered.
         Raises QueueFull if too many chats wait to be rendered, and EverliftError if no renderer
         process can be started.
@@ -109,18 +115,20 @@ class ChatRenderer:
     async def token_ids(
         self, model: ServedModel, conversation: Conversation, *, add_special_tokens: bool = False
     ) -> tuple[int, ...]:
-        """Return the token ids of a conversation's prompt. Raises the same errors as ``render``.
+        """Return the token ids of a conversation's prompt.
 
-        ``add_special_tokens``: add those of the tokenizer to those that the template writes.
+        ``add_special_tokens``: also add the special tokens that the tokenizer itself adds to a
+        text. The special tokens that the template writes are always included. Raises the errors of
+        ``render``, except those of ``ToolUse.grammar``.
         """
         text = await self._text(model, conversation)
         return await _encode(model, text, add_special_tokens=add_special_tokens)
 
     async def count_tokens(self, rendered: RenderedChat) -> int:
-        """Return the number of tokens of a prompt, which may exceed the context.
+        """Return the number of tokens of a prompt, even of one that is longer than the context.
 
-        Raises PromptTextTooLong if the number of characters alone shows that the prompt is too
-        long.
+        Raises PromptTextTooLong only if the prompt has more characters than the context can hold
+        with the longest possible tokens.
         """
         return len(await _encode(rendered.model, rendered.prompt))
 
@@ -143,7 +151,11 @@ class ChatRenderer:
         )
 
     def _check_template(self, template: str) -> None:
-        """Check the template of a request. Raises Unsupported and OutOfRange."""
+        """Check that a request may have the chat template ``template``.
+
+        Raises Unsupported if the router accepts no templates in requests, and OutOfRange if the
+        template has more than MAX_TEMPLATE_BYTES bytes in UTF-8.
+        """
         if not self._accepts_templates:
             raise Unsupported(
                 "this router accepts no chat_template in requests: leave it out, or set "

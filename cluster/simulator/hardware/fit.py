@@ -37,8 +37,9 @@ def fitted(steps: Sequence[Step]) -> Fit:
 
     No coefficient is negative. A roofline is linear in its coefficients except at the ridge: the
     number of tokens above which the matrix products take longer than the read of the weights. A
-    linear fit is therefore made for each possible ridge: each midpoint between two measured numbers
-    of tokens, and a ridge below and above all of them. The fit with the smallest sum is returned.
+    linear fit is therefore made for each possible ridge, and the fit with the smallest sum is
+    returned. Possible ridges are the midpoints between neighbouring measured numbers of tokens, one
+    value below all these numbers, and one above them.
     """
     numbers = sorted({step.size.num_tokens for step in steps})
     places = [0.0, *((low + high) / 2 for low, high in pairwise(numbers)), numbers[-1] + 1.0]

@@ -96,10 +96,10 @@ class Conversations:
     """Conversations, in which each prompt extends the previous one.
 
     A prompt is a sequence of part names; two prompts that begin with the same names share a prefix.
-    With probability ``share`` a prompt extends the longest known conversation that is not longer
-    than the prompt. Otherwise, or if there is none, it begins a new conversation. At most ``_OPEN``
-    conversations are known; a further one replaces a random one. A prompt has the requested length
-    in either case.
+    A prompt extends, with probability ``share``, the longest known conversation that is not longer
+    than the prompt. Any other prompt, or one that finds no such conversation, begins a new one. The
+    prompt has the requested length in both cases. At most ``_OPEN`` conversations are known; a
+    further one replaces a random one.
     """
 
     def __init__(self, share: float, names: Iterator[int], rng: Random) -> None:

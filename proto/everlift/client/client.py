@@ -57,11 +57,12 @@ class AsyncClient:
     """Client that uses one router at a time, and the next one when that router fails.
 
     ``generate``, ``generate_many`` and ``attach`` return streams. All other calls are single calls,
-    which return a message of ``everlift.v1``. Errors are those of ``everlift.errors``; a value that
-    no message can hold raises InvalidRequest.
+    which return a message of ``everlift.v1`` or None. Errors are those of ``everlift.errors``; a
+    value that no message can hold raises InvalidRequest.
 
-    ``targets`` is an address such as "host:50051", or several. ``api_key`` is sent with every call,
-    and nowhere else. ``tls`` enables TLS. A ``transport`` replaces gRPC and its TLS.
+    ``targets`` is an address such as "host:50051", or several. Every call carries ``api_key`` in
+    its metadata; the key is sent nowhere else. ``tls`` enables TLS. A ``transport`` replaces the
+    default one, which creates gRPC channels with or without TLS; ``tls`` is then ignored.
 
     While no router answers, a stream is retried for ``reconnect_s`` seconds and a single call for
     ``retry_s`` seconds. Any call that is refused for lack of capacity or quota is retried for
@@ -133,7 +134,8 @@ class AsyncClient:
 
         Raises InvalidRequest if a value of any request fails a check of the client, as in
         ``generate``; then no request is sent. If the router rejects a request, only that request
-        fails. Raises TypeError for an unknown option, and ValueError if ``concurrency`` is below 1.
+        fails. Raises TypeError for an unknown option or if ``prompts`` is one text instead of a
+        list, and ValueError if ``concurrency`` is below 1.
 
         >>> await client.generate_many(["one two", "three four"], max_tokens=1).texts()
         ['one', 'three']
@@ -350,9 +352,12 @@ class AsyncClient:
 
         The worker loads the files, then its requests resume on other workers. ``worker_id`` may be
         shortened to a prefix that only one worker has. Raises UnknownWorker if no worker or several
-        workers have this prefix, UnknownModel for a model that the cluster does not serve,
-        InvalidRequest if the worker cannot serve it, and Forbidden if the API key does not permit
-        the call.
+        workers have this prefix, and UnknownModel for a model that the cluster does not serve.
+        Raises Forbidden if the API key does not permit the call.
+
+        Raises InvalidRequest if the worker cannot serve the model, is draining, or is already
+        changing its model. Also raises InvalidRequest if ``model`` is empty, or if an autoscaler
+        sets the number of workers of one of the two models.
 
         >>> (await client.change_model("wor", "org/other")).model
         'org/other'
@@ -437,11 +442,12 @@ class AsyncClient:
         empty ``model`` selects that of the present version or, for a new adapter, the cluster's
         first model.
 
-        Raises InvalidRequest if ``name`` or ``source`` is invalid, or if a worker cannot load the
-        adapter. Also raises InvalidRequest if ``name`` belongs to a model, to an adapter in the
-        cluster's settings, or to an adapter of another model. Raises UnknownModel if ``model`` is
-        not served, NoWorker if no worker of the model is connected, and UnknownWorker if the worker
-        does not answer. Raises Forbidden if the API key does not permit the call.
+        One worker of the model checks the adapter first. Raises InvalidRequest if ``name`` or
+        ``source`` is invalid, or if that worker cannot load the adapter. Also raises
+        InvalidRequest if ``name`` belongs to a model, to an adapter in the cluster's settings, or
+        to an adapter of another model. Raises UnknownModel if ``model`` is not served, NoWorker if
+        no worker of the model is connected, and UnknownWorker if the checking worker does not
+        answer. Raises Forbidden if the API key does not permit the call.
 
         >>> (await client.load_adapter("sql", "org/sql-lora")).name
         'sql'
@@ -494,9 +500,12 @@ class AsyncClient:
     ) -> chaos_pb2.InjectResponse:
         """Inject a fault into a cluster that was started with chaos allowed.
 
-        The fault is sent to each router at most once, because it may have taken effect although
-        the answer was lost. Raises ChaosForbidden if chaos is not allowed, InvalidRequest for an
-        invalid fault, and UnknownWorker for an unknown target.
+        A router that does not answer receives the fault only once, because the fault may have taken
+        effect although the answer was lost. The other routers are then tried, each once. The fault
+        may therefore take effect several times.
+
+        Raises ChaosForbidden if chaos is not allowed, and InvalidRequest for an invalid fault.
+        Raises UnknownWorker if the target or the peer is unknown or ambiguous.
 
         >>> fault = chaos_pb2.Fault(kind=chaos_pb2.FAULT_KIND_KILL, target="any-worker")
         >>> await client.inject(fault)

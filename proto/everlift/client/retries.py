@@ -184,8 +184,9 @@ class RetryBudget:
         """Return the error to raise for a call whose last attempt ended at the deadline.
 
         ``error`` is the error of that attempt, and is returned if the call has never waited.
-        Otherwise, the error passed to the last ``wait`` is returned if that error is a refusal.
-        Any other error is returned as the cause of a DeadlineExceeded.
+        Otherwise, the result depends on the error passed to the last ``wait``. A refusal is
+        returned itself. An error of an unavailable router becomes the ``__cause__`` of a
+        DeadlineExceeded, which is returned.
         """
         return error if self._last_error is None else _error_at_deadline(self._last_error)
 

@@ -58,9 +58,10 @@ class BreakOff(_AtOffset):
 
 @dataclass(frozen=True, slots=True)
 class Hold(_AtOffset):
-    """Fault that holds the request's output at ``offset`` until it is cancelled or expires.
+    """Fault that withholds the piece at ``offset``, and all later pieces of the request's choices.
 
-    No further piece of any choice of the request is sent.
+    The request then fails with Cancelled when a client cancels or forgets it, or with
+    DeadlineExceeded when its timeout has passed.
     """
 
 

@@ -52,8 +52,8 @@ class MessagesAnswer:
     """Writer of a message.
 
     ``parser`` splits the model's output into text, reasoning and tool calls. ``max_tokens`` is the
-    requested limit. An output that ends by its length with fewer tokens has filled the context, and
-    its stop reason says so.
+    requested limit. An output that was cut off with fewer tokens has filled the context; its stop
+    reason is ``model_context_window_exceeded``.
     """
 
     def __init__(self, name: str, model: str, parser: Parser, max_tokens: int) -> None:

@@ -109,8 +109,9 @@ def _turns(at: str, message: Mapping[str, object]) -> list[Turn]:
 def _user(at: str, blocks: Sequence[tuple[str, Block]]) -> list[Turn]:
     """Return a turn for each tool result, and one for each uninterrupted sequence of other blocks.
 
-    Images of tool results are moved to the beginning of a final user turn, because templates read
-    only texts in tool results.
+    Images of tool results are moved to the beginning of the user turn after the last tool result,
+    because templates read only texts in tool results. A missing user turn is added for them. Raises
+    InvalidRequest or a subclass if there are no blocks, or if a block is invalid.
     """
     turns: list[Turn] = []
     parts: list[Part] = []
@@ -181,7 +182,7 @@ def _functions(at: str, tool: object) -> list[Function]:
 def messages_of(turns: Sequence[Turn]) -> tuple[str, list[Block]]:
     """Return the system prompt and the messages of turns: the inverse of ``conversation_of``.
 
-    Turns of the user and tool results that follow each other become one message.
+    Consecutive turns of the roles ``user`` and ``tool`` become one message.
     """
     system = "\n".join(turn.text for turn in turns if turn.role in ("system", "developer"))
     messages: list[Block] = []

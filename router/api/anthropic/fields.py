@@ -12,7 +12,7 @@ from router.api.openai.fields import Generation, JsonSchema, ResponseFormat
 
 
 class Thinking(Fields):
-    """Choice whether the model reasons before it answers, if its chat template has this choice."""
+    """Switch for reasoning before the answer; chat templates without such a switch ignore it."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
 

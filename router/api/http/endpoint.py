@@ -73,8 +73,9 @@ class Call:
     async def json(self) -> body.Json:
         """Return the body as a JSON object.
 
-        Raises InvalidRequest if the body is malformed or too large, arrives too slowly, or has
-        another media type.
+        Raises InvalidRequest or a subclass if the body is malformed, too large or compressed,
+        arrives too slowly, or has a media type other than application/json. A missing media type is
+        accepted.
         """
         self._check_media_type()
         data = await self._read()
@@ -122,8 +123,9 @@ ANY_METHOD = "*"
 class Endpoint:
     """ASGI application for one path, with the handlers of its HTTP methods.
 
-    GET includes HEAD, and the method ANY_METHOD all methods. The caller's key must have one of the
-    ``scopes``; if there are none, no key is required.
+    The handler of GET also answers HEAD, unless HEAD has its own. The handler of ANY_METHOD answers
+    all methods that have no other handler. The caller's key must have one of the ``scopes``; if
+    there are none, no key is required.
     """
 
     def __init__(

@@ -81,9 +81,10 @@ class Events:
         return self._is_over
 
     def poll(self) -> bytes | None:
-        """Return the next events; None if there are none yet.
+        """Return the next events; None if there are none yet, or if the last ones were returned.
 
-        Raises the error of a failed request.
+        ``is_over`` becomes true when the last events are returned. Raises the error of a failed
+        request, and DataLoss if the output differs from the output that the client has.
         """
         if self._first:
             events, self._first = self._first, ()
@@ -132,7 +133,7 @@ class Events:
         return self._transcript.resume_headers
 
     async def first(self) -> bytes:
-        """Wait for the first event and return it. Raises the error of a failed request."""
+        """Wait for the first events and return them. Raises the errors of ``poll``."""
         wakeup = asyncio.Event()
         self.listen(wakeup.set)
         while (event := self.poll()) is None:

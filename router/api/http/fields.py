@@ -1,7 +1,7 @@
-"""Fields of request bodies, their types, and those that all APIs for text share. Pure.
+"""Base class and types of request fields, and the fields that all APIs for text share. Pure.
 
-The ranges of numbers are defined in everlift.messages for every protocol; other limits are checked
-there. A list is checked up to its first invalid element, because pydantic creates an object for
+The module everlift.messages defines the ranges of numbers for every protocol, and checks other
+limits. A list is checked up to its first invalid element, because pydantic creates an object for
 each error and a body may have millions of errors. An error response names one field.
 """
 

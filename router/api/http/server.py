@@ -27,9 +27,10 @@ class HttpServer:
         self.address = ""
 
     async def bind(self, host: str, port: int, context: ssl.SSLContext | None) -> None:
-        """Bind the port without accepting connections yet; with ``context`` it uses TLS.
+        """Bind the port without accepting connections yet.
 
-        With an empty ``host`` the server does not listen. Raises OSError if the port is taken.
+        The server uses TLS if ``context`` is given, and does not listen if ``host`` is empty.
+        Raises OSError if the address cannot be bound, for example because the port is taken.
         """
         if not host:
             return

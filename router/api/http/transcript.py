@@ -185,7 +185,7 @@ class Transcript:
         self._unverified.remove(choice)
 
     def mark_read(self, choice: int) -> None:
-        """Record that all output of the choice that was read is sent to the client."""
+        """Set the client's position in a choice to the end of the output that was read so far."""
         self._sent[choice] = self._read[choice]
         self._written[choice] = str(self._read[choice])
 

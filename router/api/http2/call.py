@@ -38,9 +38,10 @@ class Carrier(Protocol):
     def limits(self) -> Limits: ...
 
     def add_buffered(self, size: int) -> None:
-        """Add ``size`` bytes to the buffered bytes of incomplete messages on the connection.
+        """Add ``size`` to the number of bytes that the connection buffers of incomplete messages.
 
-        ``size`` is negative if bytes are released. Raises RateLimited if the sum is too large.
+        ``size`` is negative if bytes are released. Raises RateLimited if ``size`` is positive and
+        the sum is too large.
         """
         ...
 
