@@ -288,13 +288,13 @@ class ServedModel:
         for path in (config, tokenizer):
             if not path.is_file():
                 raise UnknownModel(f"no model at {model!r}: {path.name} is missing there")
-        facts = _facts(config)
+        vocab_size, context = _sizes(config)
         return cls(
             name=name_for_clients(model, revision),
             tokenizer=HuggingFaceTokenizer(tokenizer),
             eos_ids=end_token_ids(directory),
-            vocab_size=_number(facts, ["vocab_size"], _UNBOUNDED),
-            context=_context(facts),
+            vocab_size=vocab_size,
+            context=context,
             directory=directory,
             sampling_defaults=(
                 of_model(directory) if sampling_defaults == "model" else SamplingParams()
@@ -764,11 +764,16 @@ def _check_amount(submission: Submission, num_prompt: int, max_tokens: int) -> N
             )
 
 
-def _facts(config: Path) -> dict[str, Any]:
+def _sizes(config: Path) -> tuple[int, int]:
+    """Return the vocabulary size and the context length in tokens that ``config`` states.
+
+    Raises UnknownModel if the file is invalid.
+    """
     try:
         facts = json.loads(config.read_text())
-        return {**facts.get("text_config", {}), **facts}
-    except (ValueError, TypeError, AttributeError):
+        facts = {**facts.get("text_config", {}), **facts}
+        return _number(facts, ["vocab_size"], _UNBOUNDED), _context(facts)
+    except (ValueError, TypeError, AttributeError, OverflowError):
         raise UnknownModel(f"{config} is not a valid model configuration") from None
 
 

@@ -127,7 +127,13 @@ def test_eos_ids_prefer_the_outer_config(tmp_path: Path) -> None:
     assert ServedModel.load(model(tmp_path / "m", config)).eos_ids == (1, 106)
 
 
-@pytest.mark.parametrize("config", ["text", [], {"text_config": 3}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        *("text", [], {"text_config": 3}, {"vocab_size": "many"}, {"vocab_size": float("inf")}),
+        {"max_position_embeddings": 9, "rope_scaling": {"rope_type": "yarn", "factor": "x"}},
+    ],
+)
 def test_config_that_is_no_models_is_rejected(config: object, tmp_path: Path) -> None:
     with pytest.raises(UnknownModel, match=r"config\.json is not a valid model configuration"):
         ServedModel.load(model(tmp_path / "m", config))
