@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,8 @@ QWEN_MOE = {"architectures": ["Qwen2MoeForCausalLM"]}
         (MIXTRAL | {"num_experts_per_tok": 9}, ["num_experts_per_tok 9", "8 experts"]),
         (OLMOE | {"head_dim": 16}, ["head_dim 16", "supported: 8"]),
         (OLMOE | {"clip_qkv": "some"}, ["clip_qkv", "positive number"]),
+        (OLMOE | {"clip_qkv": nan}, ["clip_qkv", "positive number"]),
+        (OLMOE | {"clip_qkv": 10**400}, ["clip_qkv", "positive number"]),
         (QWEN_MOE | {"num_experts": 0}, ["num_experts", "positive"]),
         (QWEN_MOE | {"mlp_only_layers": "1"}, ["mlp_only_layers", "list of integers"]),
         (QWEN_MOE | {"norm_topk_prob": 1}, ["norm_topk_prob", "true or false"]),
