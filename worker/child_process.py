@@ -39,9 +39,10 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent process, of pid ``parent``, ends.
 
-    This works on Linux only. The kernel sends the signal already when the thread that started this
-    process ends, so that thread must live as long as the parent. If the parent has ended before the
-    call, this process is killed at once, on every system. Raises OSError if the prctl call fails.
+    The kernel does so on Linux only. The thread that started this process must live as long as the
+    parent, because the kernel kills this process as soon as that thread ends. This process is
+    killed at once, on every system, if the parent has ended before the call. Raises OSError if the
+    prctl call fails.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)

@@ -1,8 +1,9 @@
 """Messages of OpenAI's chat completions, and those that a chat template reads. Pure.
 
-Templates are written for the form that transformers gives them, which differs from what OpenAI's
-clients send. In the templates' form, content is a single text, or a list of parts if it has images,
-the arguments of a call are an object instead of JSON text, and members that are null are absent.
+Templates are written for the form of messages that transformers passes to them. OpenAI's clients
+send another form. In the templates' form, content is a single text, or a list of parts if it has
+images. The arguments of a call are an object instead of JSON text, and members that are null are
+absent.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ class ReasoningTokens:
     """Counter of one output's tokens that belong to its reasoning.
 
     A token belongs to the reasoning if the first character of its text does. Marks around the
-    reasoning and tokens without text do not. ``tokenizer`` must treat special tokens as the one
-    that made the output's text did: as text (``with_special_tokens``) or not.
+    reasoning and tokens without text do not. ``tokenizer`` must be the one that made the output's
+    text: the view that ``with_special_tokens`` returns if the text keeps special tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

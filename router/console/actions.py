@@ -101,9 +101,10 @@ class Actions:
     async def chaos(self, call: Call) -> Response:
         """Inject the fault that the body describes, and return its target.
 
-        Raises ChaosForbidden if the cluster does not allow faults, UnknownWorker if the target or
-        the peer is not connected or ambiguous, InvalidRequest or OutOfRange for an invalid fault,
-        Unreachable, and LedgerUnavailable.
+        Raises ChaosForbidden if the cluster does not allow faults, and UnknownWorker if the target
+        or the peer is not connected, or if several ids begin with its name. Raises InvalidRequest
+        or OutOfRange for an invalid fault. Raises Unreachable if no router that must apply the
+        fault can be reached, and LedgerUnavailable if the ledger cannot be queried for its process.
         """
         target = await self._chaos.inject(await self._read(call, chaos_pb2.Fault))
         return _response(call, chaos_pb2.InjectResponse(target=target))

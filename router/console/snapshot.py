@@ -162,7 +162,7 @@ class Snapshot:
         return sorted(rows, key=lambda each: each.worker_id)
 
     def add_counts(self, counts: Sequence[session_pb2.Counts], num_silent: int, now: float) -> None:
-        """Store other routers' counters; ``num_silent`` is the number of silent routers."""
+        """Store other routers' counters; ``num_silent`` is the number without an answer."""
         for each in counts:
             self._aggregates.note(each, now)
         self._aggregates.num_answering, self._aggregates.num_silent = 1 + len(counts), num_silent

@@ -58,7 +58,8 @@ class Disturbable(Protocol):
     async def process_id(self) -> int:
         """Return the process id of the ledger's server.
 
-        Raises InvalidRequest if the server is not known to run on this machine.
+        Raises InvalidRequest if the server is not known to run on this machine, and
+        LedgerUnavailable if the server cannot be queried.
         """
         ...
 

@@ -169,7 +169,7 @@ class LeaderClient:
             self._served.add(model, tenant, priority, tokens)
 
     def flush_served(self) -> None:
-        """Send the output tokens that ``report_served`` has counted to the leader now, if any."""
+        """Send the output token counts of ``report_served`` to the leader now, if there are any."""
         if self._served:
             self._is_served_due = True
             self._changed.set()
@@ -223,10 +223,10 @@ class LeaderClient:
             self._changed.set()
 
     def cached_tokens(self, model: str, chunks: Sequence[int], num_tokens: int) -> int:
-        """Return the largest number of leading tokens in the prefix cache of any one worker.
+        """Return the length in tokens of a request's longest prefix in any worker's prefix cache.
 
-        ``chunks`` are the ids of the chunks of the ``num_tokens`` tokens. Only workers of ``model``
-        count. The last token never counts, because it is always computed.
+        ``chunks`` are the ids of the chunks of the request's ``num_tokens`` tokens. Only workers of
+        ``model`` count. The last token never counts, because it is always computed.
         """
         return self._local.cached_tokens(model, chunks, num_tokens)
 

@@ -3,14 +3,14 @@
 Every router replica runs this loop; only the one that holds the leader's lease acts. The queue is
 in memory while a replica leads (``LeaderState``). Live routers report their queued requests to a
 new leader, and it finds the requests of dead routers in the ledger. Each model has a queue of its
-own. In names, "gateway" stands for a router that is connected to the leader.
+own. Names use "gateway" for a router that is connected to the leader. A move sends a preempted
+request to another worker, at which it resumes sooner.
 
     routers' streams --receive--> LeaderState --place--> ledger.dispatch --> Dispatched, to routers
     workers' frames  --report---> Placements  --moves-->                     move, to routers
     its own router   --reserve--> LeaderState --> ledger.open with a dispatch, if the queue is empty
 
-The leader dispatches and moves no requests while routers send state to the ledger again that the
-ledger may have lost.
+No request is dispatched or moved while routers restore possibly lost state in the ledger.
 """
 
 from __future__ import annotations
@@ -169,10 +169,10 @@ class Leader:
         return self._placements.workers
 
     def cached_tokens(self, model: str, chunks: Sequence[int], num_tokens: int) -> int:
-        """Return the largest number of leading tokens in the prefix cache of any one worker.
+        """Return the length in tokens of a request's longest prefix in any worker's prefix cache.
 
-        ``chunks`` are the ids of the chunks of the ``num_tokens`` tokens. Only workers of ``model``
-        count. The last token never counts, because it is always computed.
+        ``chunks`` are the ids of the chunks of the request's ``num_tokens`` tokens. Only workers of
+        ``model`` count. The last token never counts, because it is always computed.
         """
         return self._placements[model].most_cached(chunks, num_tokens)
 

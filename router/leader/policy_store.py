@@ -166,7 +166,7 @@ class RuntimePolicy:
         """Change settings for all routers; return the settings that are then in effect.
 
         ``changes`` has values by names of SETTINGS; None resets a setting to its configured value.
-        Raises SettingsError for an unknown name or an invalid value, LedgerUnavailable.
+        Raises SettingsError for an unknown name or an invalid value, and LedgerUnavailable.
         """
         texts = {name: _text(value) for name, value in changes.items()}
         for name, text in texts.items():

@@ -402,7 +402,7 @@ class Ledger(Protocol):
         A turn is a FINISHED request with digests of its prompt (``Request.turn``); requests without
         digests are left out. Each shard examines only its newest ``limit`` requests of the session,
         so the result may lack older turns even if it has fewer than ``limit``. An empty ``tenant``
-        means that tenants are not distinguished.
+        selects only requests without a tenant.
         """
         ...
 
@@ -428,9 +428,10 @@ class Ledger(Protocol):
         ...
 
     async def orphans(self, limit: int) -> list[str]:
-        """Return the ids of up to ``limit`` unfinished requests whose router's lease has ended.
+        """Return the ids of up to ``limit`` unfinished requests whose router has no lease any more.
 
-        Requests of the router whose lease ended first come first. The cost does not depend on the
+        The requests are sorted by the end of their routers' leases, earliest first. Requests of a
+        router without a recorded lease come before all others. The cost does not depend on the
         number of requests of live routers.
         """
         ...
@@ -588,14 +589,19 @@ class Ledger(Protocol):
         object is deleted ``retention_s`` seconds after this call, unless it is put again; None
         means the setting ``retention``. Raises ObjectConflict, and stores nothing, if the object
         has another version. Raises LedgerFull, and ValueError for an invalid name (objects.py) or
-        more than MAX_OBJECT_BYTES of ``data``.
+        more than MAX_OBJECT_BYTES of ``data``. Raises InvalidRequest for an invalid tenant in the
+        name.
         """
         ...
 
     async def get_object(self, name: str) -> StoredObject | None: ...
 
     async def delete_object(self, name: str) -> bool:
-        """Delete an object, and return whether it existed."""
+        """Delete an object, and return whether it existed.
+
+        Raises ValueError for an invalid name (objects.py), and InvalidRequest for an invalid tenant
+        in the name.
+        """
         ...
 
     async def list_objects(
@@ -604,7 +610,7 @@ class Ledger(Protocol):
         """Return the names of up to ``limit`` objects of a tenant and kind, in descending order.
 
         Objects whose ids begin with their creation time are thereby listed newest first. An empty
-        ``tenant`` means that tenants are not distinguished. The result begins after the name
+        ``tenant`` selects only objects without a tenant. The result begins after the name
         ``after``, or with the largest name if ``after`` is empty. No names follow a result that has
         fewer than ``limit``. The cost grows only with the logarithm of the number of objects.
         Raises ValueError for a ``limit`` out of range.

@@ -149,7 +149,7 @@ class Listed:
     The listing is that of ``tenant`` or, if ``tenant`` is empty, of the session named ``session``.
     ``is_maintained`` is True if the request belongs to this tenant or session, and the listing of
     all requests contains the id, too. The ledger removes such an id from this listing when the
-    request no longer exists; another id may remain.
+    request no longer exists; an id for which ``is_maintained`` is False may remain.
     """
 
     request_id: str
@@ -160,7 +160,10 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Chunk of prompts on a shard; ``is_linked`` tells whether the chunk before it exists."""
+    """Chunk of prompts, or image, on a shard.
+
+    ``is_linked`` is True if the chunk before it exists, or if it is a first chunk or an image.
+    """
 
     shard: int
     name: str

@@ -57,7 +57,10 @@ def check_object_name(name: str) -> str:
 
 
 def check_object(name: str, data: bytes) -> str:
-    """Return ``name`` if an object of this name may contain ``data``. Raises ValueError."""
+    """Return ``name`` if an object of this name may contain ``data``.
+
+    Raises ValueError otherwise, and InvalidRequest if the tenant's name is invalid.
+    """
     if len(data) > MAX_OBJECT_BYTES:
         raise ValueError(f"an object has at most {MAX_OBJECT_BYTES} bytes, not {len(data)}")
     return check_object_name(name)

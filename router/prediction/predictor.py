@@ -319,11 +319,11 @@ class Guess:
     """Prediction of a request's outputs by the trained model, whether it is trusted or not.
 
     The model's quantiles are corrected by the lengths of earlier outputs. ``logs`` are the natural
-    logarithms of the corrected QUANTILES of an output's length in tokens, and ``least_log`` is that
-    of the corrected quantile LEAST. ``length`` is the distribution with the quantiles in ``logs``,
-    sorted; its sigma is at most ``_WIDEST``. ``uncorrected`` has the logarithms before correction,
-    of QUANTILES and then of LEAST. Of the request's features, only ``groups`` is kept, to save
-    memory.
+    logarithms of the corrected QUANTILES of an output's length in tokens. ``least_log`` is the
+    logarithm of the corrected quantile LEAST. ``length`` is the distribution with the quantiles in
+    ``logs``, limited to 1 to 2^30 tokens and put in ascending order; its sigma is at most
+    ``_WIDEST``. ``uncorrected`` has the logarithms of QUANTILES, and then that of LEAST, before
+    correction. The only features of the request that are kept are its ``groups``, to save memory.
     """
 
     groups: tuple[str, ...]
@@ -429,7 +429,7 @@ class Prediction:
 
 
 def _is_trial(request: Request) -> bool:
-    """Return whether a request is a trial, which its id decides; about one request in 20 is one.
+    """Return whether a request is a trial: one request in about 20, chosen by a hash of its id.
 
     The trained model's prediction does not affect the ``least_tokens`` of a trial, so a trial is
     not rejected because of its predicted length. The true lengths of rejected requests remain

@@ -526,10 +526,10 @@ class Attempts:
     def max_losses(self, release: Release) -> int | None:
         """Count the loss that caused a release; return ``max_losses`` for LedgerClient.release.
 
-        The ledger ends a request as failed when its number of losses reaches ``max_losses``. The
-        result is the ledger's number including this loss if the limits of this router are reached,
-        so that the request ends. Return None (no limit) otherwise, and if no loss caused the
-        release.
+        The ledger ends a request as failed when the losses in its entry reach ``max_losses``.
+        Return the entry's number of losses plus this one if the request has reached a limit of
+        this router (``Losses``), so that the ledger ends the request. Return None (no limit)
+        otherwise, and if no loss caused the release.
         """
         live = release.live
         if release.loss is None:

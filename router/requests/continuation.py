@@ -1,7 +1,8 @@
 """Effect of interruptions on the output of a request. Pure.
 
-A worker names its numerical arithmetic (``WorkerInfo.arithmetic``). Workers with the same name and
-fingerprint compute the same bits in any batch. The name is empty if the bits depend on the batch.
+A worker names its numerical arithmetic (``WorkerInfo.arithmetic``). The name is empty if the bits
+of its results depend on the batch. Otherwise, workers that name the same arithmetic and have the
+same fingerprint (weights and settings of the model) compute the same bits in any batch.
 Interruptions do not change the output of a request if all its attempts had the same arithmetic and
 the name is not empty.
 """

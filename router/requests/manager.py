@@ -162,7 +162,11 @@ class Requests:
         )
 
     def ledger_time(self) -> float:
-        """Return the time of the ledger's clock in seconds, as of the last heartbeat's offset."""
+        """Return the present time of the ledger's clock, in seconds, as estimated by this router.
+
+        The result is the time of this router's clock plus the offset of the ledger's clock that the
+        last successful heartbeat measured.
+        """
         return now() + self._ledger_health.clock_offset_s
 
     # clients
@@ -232,10 +236,11 @@ class Requests:
         """Return a stream of a request's output, in which each choice starts at its offset.
 
         ``offsets`` are, by choice, the numbers of tokens that the client already has; those not
-        given are 0. ``digests`` are, by choice, the digests of these tokens, to be compared; they
-        are optional. ``is_relayed`` states that another router reads for the client. The request
-        then gets its grace period when the stream is closed, because that router may have failed
-        instead of the client. ``explains`` adds the time breakdown to the last message.
+        given are 0. ``digests`` are, by choice, the digests of these tokens, to be compared with
+        the choice's tokens; they are optional. ``is_relayed`` states that another router reads for
+        the client. Closing the stream then cancels the request at the earliest after the grace
+        period (``RouterConfig.grace``), because that router may have failed instead of the client.
+        ``explains`` adds the time breakdown to the last message.
 
         Raises OffsetOutOfRange if there are more offsets than choices, if an offset is negative, or
         if it exceeds its limit. The limit is the request's max_tokens for an offset with a digest,
@@ -396,7 +401,11 @@ class Requests:
     # the heartbeat
 
     def ledger_answered(self, membership: Membership) -> None:
-        """Record that the ledger answered this router's heartbeat, and write delivery reports."""
+        """Record the ledger's answer to a heartbeat, and start writing delivery reports.
+
+        ``membership`` is the answer. A delivery report is the time breakdown of an ended request,
+        including the delivery to its client. The reports are written in the background.
+        """
         self._ledger_health.record_heartbeat(membership, now())
         self._tasks.spawn(self._deliveries.flush())
 

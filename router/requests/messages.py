@@ -88,9 +88,9 @@ def waiting(
     """Return the description of a request for the leader's queue.
 
     ``gateway`` is the id of this router. ``moves_left`` is how often the request may be moved to
-    another worker while it is preempted. ``is_suspect`` states whether the request may be the cause
-    of its workers' losses. ``chunks`` are the ids of the chunks of its known tokens. Some worker
-    has the first ``cached_tokens`` of these tokens in its prefix cache.
+    another worker while it is preempted. ``is_suspect`` states whether the request may have caused
+    the loss of its last workers. ``chunks`` are the ids of the chunks of its known tokens. Some
+    worker has the first ``cached_tokens`` of these tokens in its prefix cache.
     """
     request, unfinished = live.request, live.unfinished
     length = live.prediction.length

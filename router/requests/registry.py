@@ -207,7 +207,10 @@ class RequestRegistry:
         return self._live.get(live.request_id) is live
 
     def add(self, live: LiveRequest, prediction: Prediction | None = None) -> None:
-        """Add a request, which this router then owns; make a prediction if it is None."""
+        """Add a request, which this router then owns.
+
+        A prediction for the request is made if ``prediction`` is None.
+        """
         live.prediction = prediction or self._predictor(live).predict(live.request, live.arrived)
         live.observe(self.observer.of_class(live.request.model, live.priority))
         self.recent.discard(live.request_id)

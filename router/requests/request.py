@@ -478,7 +478,10 @@ class LiveRequest:
 
     @property
     def is_preempted(self) -> bool:
-        """Return whether the worker has preempted all choices of the request that it has."""
+        """Return whether all choices that the worker has now are preempted.
+
+        The result is False if no worker has a choice of the request.
+        """
         return bool(self.at_worker) and all(self.choices[i].is_preempted for i in self.at_worker)
 
     @property

@@ -106,9 +106,10 @@ class RequestStream(Source):
         self._wake()
 
     def _is_reopened(self) -> bool:
-        """Switch to the new source if the search for it is over; return False if it continues.
+        """Switch to the new source if the search for a new source has ended.
 
-        Raises the error of a failed search, and RouterStopping if the search was cancelled.
+        Return True after the switch, and False while the search continues. Raises the error of a
+        failed search, and RouterStopping if the search was cancelled.
         """
         assert self._opening is not None
         if not self._opening.done():

@@ -102,7 +102,11 @@ class ServedModels:
         return self.requested(submission.model).resolve(submission, turns)
 
     def assume_limits(self, last: Iterable[session_pb2.WorkerInfo]) -> None:
-        """Use the limits of the workers that were connected last, until others are connected."""
+        """Use the limits of the workers ``last`` until workers of their models are connected.
+
+        ``last`` has, for each model, the worker that was added to the ledger last, even if that
+        worker is gone. Workers of models that the cluster does not serve are ignored.
+        """
         for worker in last:
             if (model := self._by_name.get(worker.model)) is not None:
                 model.assume_limit(worker)

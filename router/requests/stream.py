@@ -265,7 +265,7 @@ class Source(AsyncIterator[pb.GenerateResponse]):
 
 
 class RelayedSource(Source):
-    """Source of the pieces that another router sends; it requests one piece at a time."""
+    """Source of the pieces that another router sends, which are requested one at a time."""
 
     resumable = (Moved, Unreachable, RouterStopping, LedgerUnavailable)
 

@@ -49,8 +49,8 @@ class Submissions:
 
     Both callbacks are called with a request id. ``attach`` is called if the ledger already has the
     id, and returns the existing request. ``take_over`` is called if the ledger may have stored the
-    request but its answer was lost. It starts a takeover in the background, unless another living
-    router owns the request.
+    request although the ledger's answer is missing. The callback starts a takeover in the
+    background, unless another living router owns the request.
     """
 
     def __init__(

@@ -10,8 +10,8 @@
 
 Each moment is recorded once, so the spans between the moments always add up to the whole. A report
 of the leader or the worker divides the span in which it arrives. The part of the span that the
-report does not cover is the time of the messages in both directions. Times are the router's clock
-in seconds.
+report does not cover is the time of the messages in both directions. Times are in seconds
+of the router's clock.
 
 Only the first token of an attempt has its time recorded. The number of tokens is read from the
 outputs, and the time of the worker's last message from the worker's stream. At "left", the sequence
@@ -237,8 +237,8 @@ class Attempt:
     def last_token(self) -> float | None:
         """Return the estimated time of the last token, or None before the first one.
 
-        While the last pause lasts, it is the start of that pause. Otherwise it is the time of the
-        worker's last message.
+        The time is the start of the last pause as long as that pause lasts, and otherwise the time
+        of the worker's last message.
         """
         if self.first_token is None:
             return None
@@ -678,8 +678,8 @@ class Journal:
     def _merge_attempts_up_to(self, attempt: int) -> None:
         """Merge the spans of the attempts 1 to ``attempt`` into one sum of seconds for each kind.
 
-        Spans before the first attempt are kept one by one. Attempts that previous routers recorded
-        are only counted from now on (``earlier_dropped``).
+        Spans before the first attempt are kept one by one. The records of attempts at previous
+        routers (``earlier_attempts``) are discarded; ``earlier_dropped`` keeps the number of them.
         """
         self.earlier_dropped += len(self.earlier_attempts)
         self.earlier_attempts = ()

@@ -181,10 +181,13 @@ class TokenWriter:
     def write(self, live: LiveRequest, choice: Choice, offset: int) -> None:
         """Queue the output of a choice from token ``offset`` on for the next write to the ledger.
 
-        Clients can read the tokens once the ledger has stored them, and earlier in two cases: at
-        once with durability "behind", and, if ``on_ledger_loss`` is "available", as soon as the
-        ledger's answer is late. Both cases end when the ledger has not answered for ``unledgered``
-        seconds (0 if ``on_ledger_loss`` is "strict").
+        Clients can read the tokens once the ledger has stored them, and earlier in two cases.
+        Durability "behind" makes them readable at once. The value "available" of
+        ``on_ledger_loss`` makes them readable when the ledger's answer is late or a write fails.
+
+        Both cases end ``unledgered`` seconds after the first late answer or failed write, or
+        immediately after it if ``on_ledger_loss`` is "strict". The ledger's next answer makes both
+        possible again.
         """
         self._appender.add(live, live.append(choice, offset))
         if self._is_write_behind and self._may_deliver_unledgered():

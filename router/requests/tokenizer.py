@@ -119,7 +119,11 @@ class HuggingFaceTokenizer:
         return ids
 
     def _parts(self, text: str) -> list[str]:
-        """Cut a long text before special tokens, which does not change its token ids."""
+        """Return the parts of a text; a long text is cut at the beginnings of special tokens.
+
+        The token ids of all parts, in order, are those of the whole text. No text is cut if the
+        tokenizer ``adds_end``.
+        """
         parts, start = [], 0
         while not self.adds_end and (
             boundary := self.boundary.search(text, start + _PART_CHARACTERS)
@@ -313,7 +317,7 @@ class ServedModel:
     def update_limits(self, workers: Sequence[session_pb2.WorkerInfo]) -> None:
         """Use the limits, the fingerprint and the adapters that the connected workers announced.
 
-        Without workers, the last ones stay in effect.
+        The values in effect are kept if ``workers`` is empty.
         """
         self._capacities = {worker.worker_id: _capacity(worker) for worker in workers}
         if workers:
@@ -453,7 +457,11 @@ class ServedModel:
         return request if digest in ("", before) else self._with_salt(request)
 
     def _with_salt(self, request: Request) -> Request:
-        """Return a request, whose adapter has changed, with a salt that no other version has."""
+        """Return the request with a salt that no other version of its adapter has.
+
+        The request's ``adapter_digest`` must be that of the new version. The hashes and ids of the
+        prompt's chunks are computed anew, because they depend on the salt.
+        """
         salt = hashlib.sha256(request.salt + request.adapter_digest.encode()).digest()
         hashes = chunk_hashes(request.prompt_ids, salt)
         chunks = tuple(map(chunk_id, hashes)) if request.chunks else ()

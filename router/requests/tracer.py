@@ -15,8 +15,9 @@ class Tracer(Protocol):
     def start_span(self, metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext | None:
         """Return the trace context for the span of a call with this metadata.
 
-        If the metadata contains a trace context, the span is a child of the client's span.
-        Otherwise the span starts a new trace; if traces are not exported, return None instead.
+        The span is a child of the client's span if the metadata contains a trace context.
+        Otherwise the span starts a new trace, or None is returned if traces are not exported.
+        ``NO_TRACES`` returns None in both cases.
         """
         ...
 

@@ -82,7 +82,8 @@ def place(
 
     ``rotated`` [tokens, heads, head_dim] has ``num_query`` query heads followed by the key heads.
     Its queries are rotated in place; its keys are rotated only in the cache. ``value`` is [tokens,
-    kv_heads, head_dim]. Without an ``angle`` nothing is rotated.
+    kv_heads, head_dim]. Nothing is rotated if ``angle`` is None. Each head of ``rotated`` must be
+    contiguous if there are query heads, because a copy would be rotated otherwise.
     """
     rotated, value = _contiguous_heads(rotated), _contiguous_heads(value)
     keys = cache.layer(layer)

@@ -1,4 +1,7 @@
-"""Choice of third-party kernels for prompts that are installed, suitable and correct in a trial."""
+"""Choice of third-party attention kernels for prompts.
+
+Only kernels of an installed library that supports the KV cache and passes a trial are chosen.
+"""
 
 from __future__ import annotations
 

@@ -40,10 +40,11 @@ _ALIGNED_ROWS = 2
 class _Bundle:
     """Rows of one shape, whose attention is computed in one call; their number is n.
 
-    ``tokens`` [n * new] are the indices in the step of the rows' new tokens. ``runs`` [2 * n *
-    kv_heads * blocks] are indices in KVCache.runs for layer 0: first those of the keys that the
-    rows read, then those of the values. ``bias`` [n, 1, new, blocks * BLOCK_SIZE] is 0 at positions
-    to which a token attends, and -inf at others.
+    Each row has ``new`` new tokens. ``tokens`` [n * new] are the indices of these tokens in the
+    step. A run, an item of KVCache.runs, is one head's keys or values of one block in one layer.
+    ``runs`` [2 * n * kv_heads * blocks] are the indices, for layer 0, of the runs that the rows
+    read. The runs of keys precede those of values. ``bias`` [n, 1, new, blocks * BLOCK_SIZE] is 0
+    at positions to which a token attends, and -inf at others.
     """
 
     tokens: Tensor

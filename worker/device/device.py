@@ -29,10 +29,11 @@ def choose_device(requested: str) -> torch.device:
 
 
 def choose_dtype(requested: str, device: torch.device, quantization: str = "none") -> torch.dtype:
-    """Return the dtype to compute in; ``requested`` is the name of a torch dtype, or ``auto``.
+    """Return the dtype to compute in.
 
-    ``auto`` is bfloat16 if the device computes in it natively and the weights are not quantised,
-    and float32 otherwise.
+    ``requested`` is ``float32``, ``bfloat16``, ``float16`` or ``auto``; another name raises
+    KeyError. ``auto`` is bfloat16 if the device computes in it natively and the weights are not
+    quantised, and float32 otherwise.
     """
     if requested != "auto":
         return _DTYPES[requested]

@@ -8,7 +8,7 @@ _GIB = 1 << 30
 
 
 class DeviceKind(Enum):
-    """Kind of device, which determines the default number of tokens of a step."""
+    """Kind of device, which determines the default maximum number of tokens of a step."""
 
     CPU = "cpu"
     GPU = "gpu"
@@ -29,6 +29,9 @@ _MEMORY, _CAPABILITY = 70 * _GIB, (9, 0)
 
 
 def kind_of_gpu(memory_bytes: float, capability: tuple[int, int]) -> DeviceKind:
-    """Return the kind of a GPU from its memory and CUDA compute capability: (9, 0) for an H100."""
+    """Return the kind of a GPU from its memory and its CUDA compute capability.
+
+    ``capability`` has the major and the minor number, such as (9, 0) for an H100.
+    """
     is_large = memory_bytes >= _MEMORY and capability >= _CAPABILITY
     return DeviceKind.LARGE_GPU if is_large else DeviceKind.GPU

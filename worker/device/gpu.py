@@ -22,8 +22,9 @@ async def watch(device: str, report: Callable[[float], None]) -> None:
     """Report the fraction of recent time in which the GPU was busy, once a second until cancelled.
 
     ``report`` is called with a number from 0 to 1. ``device`` is the setting: ``auto``, ``cpu`` or
-    ``cuda``. Returns at once if the device chosen by the setting is not a GPU, and as soon as NVML
-    (NVIDIA's management library) cannot be queried, for example because pynvml is missing.
+    ``cuda``. Returns at once if the device chosen by the setting is not a GPU. Returns also as soon
+    as NVML (NVIDIA's management library) cannot be queried, for example because pynvml is missing.
+    Raises ValueError if ``device`` is ``cuda`` and torch finds no CUDA device.
     """
     if (chosen := choose_device(device)).type != "cuda":
         return

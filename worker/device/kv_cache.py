@@ -2,8 +2,8 @@
 
     [blocks, layers, 2 (key, value), kv_heads, BLOCK_SIZE, head_dim]
 
-The attention backend decides what the bytes of one layer of a block mean. The scheduler decides
-which sequence owns which block.
+The attention backend may arrange the elements of a head's keys or values of a block in another
+order. The scheduler decides which sequence owns which block.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from worker.engine.time_breakdowns import TimeBreakdowns
 
 
 class EngineBroken(Exception):
-    """Raised by an engine if a step failed so that no further step can run: this rank must exit."""
+    """Raised by an engine if a step failed and no further step can run: this rank must exit."""
 
 
 class EngineAdapter(Protocol):
@@ -39,7 +39,10 @@ class EngineAdapter(Protocol):
 
     @property
     def image_processor(self) -> ImageProcessor | None:
-        """Return the processor of images, whose results ``add`` expects; None without images."""
+        """Return the function that processes a prompt's images; None if the engine takes no images.
+
+        ``add`` expects sequences whose images this function has processed.
+        """
         ...
 
     @property
@@ -56,13 +59,16 @@ class EngineAdapter(Protocol):
         ...
 
     def set_policy(self, name: EnginePolicy) -> None:
-        """Change the batching policy; all sequences continue under it."""
+        """Change the batching policy; all sequences continue under it.
+
+        An engine with a policy of its own ignores the call.
+        """
         ...
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence.
 
-        The sequence must be within the limits and must not have ended. No sequence of this engine
+        The sequence must be within ``limits`` and must not have ended. No sequence of this engine
         may have the same key.
         """
         ...
@@ -82,8 +88,10 @@ class EngineAdapter(Protocol):
     def step(self, held_slots: Collection[int] = (), now: float = 0.0) -> list[Outcome]:
         """Run one step, and return the new tokens and ends of sequences as outcomes.
 
-        No token is sampled in the batch slots ``held_slots``. ``now`` is the start of the step, in
-        seconds on rank 0's clock. Raises EngineBroken if a step failed and no further one can run.
+        The outcomes may be those of the previous step, if steps are launched ahead. No token is
+        sampled in the batch slots ``held_slots``, except in one of them if no other sequence can
+        run. ``now`` is the start of the step, in seconds on rank 0's clock. Raises EngineBroken if
+        a step failed and no further one can run.
         """
         ...
 
@@ -95,7 +103,11 @@ class EngineAdapter(Protocol):
         ...
 
     def digest(self) -> bytes:
-        """Return a digest of the last plan and its results, which ranks compare."""
+        """Return a digest of the last plan and of the results that the last ``step`` committed.
+
+        Ranks compare their digests to detect that plans or tokens differ. Results are included only
+        if steps are launched ahead. The digest is empty if the engine synchronises its own ranks.
+        """
         ...
 
     def take_chunk_changes(self) -> ChunkChanges:

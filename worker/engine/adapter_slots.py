@@ -1,8 +1,8 @@
 """Slots of an engine for LoRA adapters that are loaded and unloaded between steps. Pure.
 
 Rank 0 orders a load with ``AdapterLoad``. Every rank then reads its share of the adapter in a
-thread. Rank 0 orders all ranks to fill the slot as soon as it has read its own share. The order is
-repeated until all ranks have read their shares; the slot is filled then.
+thread. Rank 0, once it has read its own share, orders all ranks to fill the slot. Rank 0 repeats
+this second order until all ranks have read their shares; the slot is filled then.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def first_digests(adapters: Mapping[str, str], num_slots: int) -> list[str]:
 class AdapterLoad:
     """Order to empty slot ``slot``, counted from 1, and to read an adapter for it.
 
-    ``source`` is an adapter's name with the directory or hub id of its files (``AdapterSource``),
-    and ``digest`` the digest that the files must have. An order without a source only empties the
-    slot.
+    ``source`` is an ``AdapterSource`` as text: NAME=DIRECTORY, NAME=ID or NAME=ID@REVISION,
+    where ID is a hub id. ``digest`` is the digest that the adapter's files must have. An order
+    without a source only empties the slot.
     """
 
     slot: int

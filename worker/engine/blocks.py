@@ -6,8 +6,8 @@
          |                         v                     v     |
          +------------------ free, no hash         free, hashed --allocate--> used
 
-The last block of each chunk of a prefix (everlift.hashes.CHUNK_SIZE tokens) stands for the chunk:
-the pool records which chunks its blocks add to the prefix cache and remove from it.
+The last block of each chunk of a prefix (everlift.hashes.CHUNK_SIZE tokens) stands for the chunk.
+The pool records the chunks whose last block enters or leaves the prefix cache.
 
 A freed block keeps its content and its hash until it is reused; ``free_blocks.py`` decides the
 order of reuse. When the block is reused, the pool's ``store``, a cache in other memory, may keep a
@@ -114,9 +114,10 @@ class BlockPool:
         return self._free.num_retained
 
     def num_retained_after(self, now: float, num_allocated: int) -> int:
-        """Return the number of blocks that sessions will retain at time ``now``.
+        """Return the number of free blocks that sessions will retain at time ``now``, in seconds.
 
-        ``num_allocated`` is the number of blocks that are allocated until then.
+        ``num_allocated`` is the number of further blocks that are allocated before that time.
+        Retained blocks are allocated last.
         """
         return self._free.num_retained_after(now, num_allocated)
 
@@ -256,8 +257,9 @@ class BlockPool:
     def free(self, blocks: Sequence[int], session: int = 0) -> None:
         """Remove one user of each of ``blocks``, which are in the order of a sequence's tokens.
 
-        Blocks that have no user left become free; those with a hash stay in the prefix cache, and
-        ``session`` retains them (0: none).
+        Blocks that have no user left become free. Those with a hash stay in the prefix cache, and
+        ``session`` retains them. ``session`` 0 means no session: each of them then returns to the
+        session that used it last, if the retention of that session has not ended.
         """
         # The last block is freed first and thus reused first, because a prefix is useful without
         # its continuation, but not vice versa.

@@ -71,7 +71,10 @@ class FreeBlocks:
         return self._num_retained
 
     def num_retained_after(self, now: float, num_popped: int) -> int:
-        """Return the number of retained blocks at ``now`` after ``num_popped`` pops until then."""
+        """Return the number of blocks that sessions will retain at time ``now``, in seconds.
+
+        ``num_popped`` is the number of pops between the present and then.
+        """
         lapsed = 0
         for session in self._sessions.values():
             if session.used_at + self._retention_s > now:

@@ -308,8 +308,9 @@ class LaunchedStep(Protocol):
     """Step that was submitted to the device, which may still be computing it."""
 
     def sample(self) -> None:
-        """Start to sample the tokens of the rows, after the previous step's tokens are known.
+        """Start to sample the tokens of the rows.
 
+        Call only after ``results`` of the previous launched step, if any, has returned.
         Raises OutOfMemory, DeviceLost, or another exception if the step fails; the step's block
         copies are made even then.
         """
@@ -377,7 +378,10 @@ class Runner(Protocol):
 
     @property
     def adapter_slots(self) -> AdapterSlots | None:
-        """Slots for LoRA adapters, whose digests admissions may name; None if there are none."""
+        """Slots for LoRA adapters; None if there are none.
+
+        An admission may name an adapter, by its digest, only while the adapter is in a slot.
+        """
         ...
 
     def unready_slots(self) -> frozenset[int]:

@@ -83,9 +83,9 @@ class Scheduler:
         return chain.from_iterable(self._epochs.values())
 
     def of_epoch(self, epoch: int) -> tuple[Sequence, ...]:
-        """Return the sequences, running or waiting, of one attempt at a request.
+        """Return the sequences, running or waiting, of the attempt at a request with id ``epoch``.
 
-        ``epoch`` is the number of the attempt. The tuple is empty if it has no sequence here.
+        The tuple is empty if the attempt has no sequence here.
         """
         return tuple(self._epochs.get(epoch, ()))
 

@@ -119,10 +119,10 @@ class BatchSelection:
         return slots[~np.isin(slots, list(held_slots))] if held_slots else slots
 
     def _decode(self, slots: Ints) -> Ints:
-        """Add the blocks that the next tokens of ``slots`` fill to the prefix cache.
+        """Add to the prefix cache the blocks that ``slots`` fill in this step; return ``slots``.
 
-        A block is added later if the token that fills it is UNKNOWN: the step in flight samples it.
-        Return ``slots``.
+        Each slot computes one token. A block is added later if the token that fills it is UNKNOWN,
+        because the step in flight still samples that token.
         """
         for sequence in self._batch.at(self._batch.slot_table.filling(slots)):
             if not sequence.is_sampling:

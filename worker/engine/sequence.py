@@ -208,7 +208,7 @@ class Sequence:
         self._check_length(limits)
 
     def position_of(self, num_tokens: int) -> int:
-        """Return how many of ``tokens`` the engine's first ``num_tokens`` tokens correspond to.
+        """Convert ``num_tokens``, a position in the engine's tokens, to a position in ``tokens``.
 
         The engine's tokens include ``num_image_tokens`` additional tokens. All of these are
         subtracted, but the result is at least 0. The result is thus too small until the last image
@@ -434,10 +434,10 @@ class Sequence:
         return first, logprobs[first - (row.start + 1) :]
 
     def hashes_to_restore(self) -> list[bytes]:
-        """Return the hashes of the full blocks that were computed when the sequence was preempted.
+        """Return the hashes of the full blocks whose KV was computed before a preemption.
 
         The preemption with the most computed tokens is used if there were several. The list is
-        empty if the sequence was never preempted.
+        empty if this worker never preempted the sequence.
         """
         return [self.block_hash(i) for i in range(self.num_to_restore // BLOCK_SIZE)]
 

@@ -84,21 +84,23 @@ class SlotTable:
         self._last_tokens[slots] = tokens
 
     def mark_launched(self, slots: Ints, num_computed: Ints, samples: Flags) -> None:
-        """Record that rows of ``slots`` [n] were launched, as if they had been computed.
+        """Record that a row for each of ``slots`` [n] was launched, as if it had been computed.
 
-        ``num_computed`` [n] are the values after these rows. ``samples`` [n] tells which rows
-        sample a token. UNKNOWN, the placeholder for that token, is appended in their slots.
+        ``num_computed`` [n] has the numbers of computed tokens after these rows. ``samples`` [n]
+        tells which rows sample a token. The placeholder UNKNOWN is appended in the slots of the
+        rows that sample.
         """
         self._num_computed[slots] = num_computed
         self._num_known[slots] += samples
         self._last_tokens[slots[samples]] = UNKNOWN
 
     def commit_steps(self, slots: Ints, num_computed: Ints, sampled: Flags) -> None:
-        """Undo ``mark_launched`` for the rows of ``slots`` [n].
+        """Undo ``mark_launched`` for the rows of ``slots`` [n], so that their results can be added.
 
-        ``num_computed`` [n] are the values before these rows. ``sampled`` [n] tells which rows
-        sample a token; UNKNOWN is removed from their slots. The last token of these slots is then
-        invalid until ``write`` or ``append_sampled`` sets it.
+        ``num_computed`` [n] has the numbers of computed tokens before these rows. ``sampled`` [n]
+        tells which rows sample a token. UNKNOWN is removed from the slots of the rows that sample.
+        The last token of these sampling slots is then invalid until ``write`` or ``append_sampled``
+        sets it.
         """
         self._num_computed[slots] = num_computed
         self._num_known[slots] -= sampled
@@ -134,7 +136,7 @@ class SlotTable:
         return (lacks & self._is_below_limit).nonzero()[0]
 
     def filling(self, decoding: Ints) -> Ints:
-        """Return the slots in ``decoding`` whose next token is the last one of a KV block."""
+        """Return the slots in ``decoding`` whose token to compute is the last one of a KV block."""
         is_last: Flags = (self._num_computed[decoding] + 1) % BLOCK_SIZE == 0
         return decoding[is_last]
 
@@ -171,7 +173,7 @@ class SlotTable:
 
     @property
     def num_unfilled(self) -> int:
-        """Number of token positions in allocated blocks that hold no computed token."""
+        """Number of token positions without a computed token, in the blocks of all slots."""
         return int(self._num_blocks.sum()) * BLOCK_SIZE - int(self._num_computed.sum())
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:

@@ -4,9 +4,8 @@
                             |  ^
                         preempted
 
-While a sequence is in the batch, the time of each step is divided into two: the time of the step's
-decodes, and the time by which chunks of prompts make the step longer. A row is the part of a
-sequence in the step:
+Each step's time is divided, for every sequence in the batch, into the time of the step's decodes
+and the time that chunks of prompts add. A row is the part of a sequence in the step:
 
                        |----------- decodes -----------|----------- prompts -----------|
     a decoding row     | decode | decode interference  |     prefill interference      |
@@ -21,14 +20,15 @@ A step that was launched ahead counts as begun when the previous step ends, beca
 computes the previous one until then. Sequences that the plan of the step admits count as waiting
 until then.
 
-Most of the time of a step is charged to the same part of all sequences in the batch. It is added to
-clocks, one for each part. For each slot, only the difference between its sequence's parts and the
-clocks is stored. The time that a decoding sequence would have taken alone follows from sums
-(``Decodes``). A step therefore causes work per sequence only for chunks of prompts, for drafts, and
-for sequences without a row.
+Most of the time of a step belongs to the same part for all sequences in the batch. The time is
+therefore added to running totals that all slots share; each part has one, its clock. A slot stores
+only the differences between the parts of its sequence and the clocks. The time that a decoding
+sequence would have taken alone follows from other sums (``Decodes``). A step therefore causes work
+per sequence only for chunks of prompts, for drafts, and for sequences without a row.
 
-Every message to a router contains the clocks. With them a router can extend the last breakdown
-that it has of a decoding sequence, as if the sequence had been an average one since.
+Every message to a router contains the clocks (``TimeBreakdowns.decoding``). A router can extend the
+last breakdown of a decoding sequence by their growth, as if the sequence had been an average one
+since.
 """
 
 from __future__ import annotations
@@ -385,9 +385,10 @@ class TimeBreakdowns:
         self._columns[Part.STEPS][absent] -= 1
 
     def _flush_decodes(self, slots: Ints) -> None:
-        """Charge the seconds of ``slots`` in ``Decodes`` as decode time, and restart them at 0.
+        """Charge as decode time the seconds of ``slots`` in ``Decodes``, and reset these to 0.
 
-        The same seconds are subtracted from the decode interference. All slots must be tracked.
+        The same seconds are subtracted from the decode interference. All of ``slots`` must be
+        tracked by ``Decodes``, as the slots of decoding sequences are.
         """
         self._move(Part.DECODE_INTERFERENCE, Part.DECODE, slots, self._decodes.pop_seconds(slots))
 

@@ -1,9 +1,12 @@
 """Structured output: the tokens that a grammar allows next in a sequence.
 
-    event loop        GrammarCompiler --first grammar--> fork server    (llguidance, vocabulary)
+    event loop        GrammarCompiler -----socket------> fork server    (llguidance, vocabulary)
                             |                                | fork
                             |<--CompiledGrammar-- one process per grammar  (compiles, follows)
     engine's thread   Matcher <--------masks---------------->|
+
+The compiler sends one end of a new socket to the fork server for each grammar. A new process, the
+grammar process, serves that end.
 
     json_schema    JSON schema, checked and limited -> grammar for llguidance
     ebnf           GBNF -> grammar in Lark syntax
@@ -23,6 +26,6 @@ process when an operation exceeds its CPU time or the process exceeds its memory
 that grammar then fail with the cause; nothing else is affected. A fork takes 8 ms and a process
 5 MiB.
 
-The next mask is computed as soon as a token is accepted, while the model computes. It is usually
+The next mask is computed as soon as a token is accepted, while the model computes, and is usually
 available when the sampler needs it.
 """

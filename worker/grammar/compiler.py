@@ -85,9 +85,10 @@ class GrammarCompiler:
         """Compile ``grammar``, and call ``done`` with the compiled grammar or with an error.
 
         The error is InvalidGrammar, QueueFull if too many other grammars are queued, or
-        EngineFailed if no grammar process could be started or the compiler failed. ``done`` is
-        called before this method returns in three cases: with QueueFull, with a result from the
-        cache, and with a compiled grammar that a sequence still uses and whose process is alive.
+        EngineFailed if no grammar process could be started or the compiler failed. Three results
+        are passed to ``done`` before this method returns: QueueFull, a cached InvalidGrammar, and a
+        reusable compiled grammar. A compiled grammar is reusable while its process is alive and the
+        cache or a sequence refers to it.
         """
         if (known := self._known(grammar)) is not None:
             self._cache_result(grammar, known)

@@ -3,7 +3,7 @@
     compile     compiles the grammar; once, before any other request
     open        creates a matcher after a sequence's output so far; returns the next token's mask
     accept      advances a matcher by sampled tokens; returns the next token's mask
-    drafts      returns the masks after the drafts that the grammar allows, without advancing
+    drafts      returns the mask after each draft token that the grammar allows; does not advance
     drop        removes a matcher
 
 An operation that exceeds its CPU time ends the process.
@@ -188,10 +188,12 @@ class GrammarProcess:
         return self._mask(place, "no token of the vocabulary continues the text").tobytes()
 
     def _drafts(self, request: Request) -> bytes:
-        """Return the concatenated masks after each of the request's drafts.
+        """Return one mask for each token of the request's draft, concatenated.
 
-        The masks end before the first draft that is a stop token or that the grammar does not
-        allow.
+        A mask has the tokens that may follow its draft token. The masks end before the first draft
+        token that is a stop token or that the grammar does not allow. The matcher has not advanced
+        on return. Raises LimitExceeded if llguidance exceeds a limit, and Refused if the masks take
+        too long on average.
         """
         place, masks = self._places[request["matcher"]], list[bytes]()
         matcher = place.matcher

@@ -145,8 +145,9 @@ def _close_objects(root: Json) -> None:
     """Forbid undeclared properties in the object schemas of the whole schema ``root``, in place.
 
     Only schemas that declare properties are closed; required properties count as declared. A schema
-    stays open if it has a rule for other properties. It also stays open if another schema may add
-    properties to the same object, in any of the places where it is used, directly or by `$ref`.
+    stays open if it has a rule for other properties, or if another schema may add properties to the
+    same object. A schema may be used in several places, directly or by `$ref`, and stays open if
+    another schema may add properties in one of these places.
     """
     # by id, because a dict has no hash
     schemas: dict[int, dict[str, Json]] = {}

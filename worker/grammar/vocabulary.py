@@ -99,8 +99,8 @@ def token_matcher(trie: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMa
 def allowed_tokens(matcher: llguidance.LLMatcher) -> bytes:
     """Return the bit mask of the tokens that may come next, one bit per token of the trie.
 
-    All bits are 0 if the grammar allows no token. Raises LimitExceeded if the matcher failed for
-    another reason.
+    All bits are 0 if the grammar allows no token. Raises LimitExceeded if the matcher reports any
+    error other than that no token is allowed.
     """
     mask: bytes = matcher.compute_bitmask()
     if not matcher.is_error():

@@ -1,7 +1,7 @@
 """Kernels for a mixture of experts before and after its matrix products (``products``).
 
-The kernels choose the experts of each token, sort the pairs of token and expert by expert, and sum
-the results of the experts.
+The kernels choose the experts of each token, sort the (token, expert) pairs by their expert, and
+sum the results of the experts.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ def route_tokens(
 ):
     """Choose the TOP_K most probable experts of each token, one program per token.
 
-    Row t of ``logits``, at t * ``stride``, has the EXPERTS logits and, with HAS_SHARED, that of the
-    shared expert's gate. ``experts`` int32 [tokens, TOP_K] gets the chosen ones in ascending order,
-    and ``weights`` fp32 [tokens, TOP_K] their probabilities, divided by their sum with NORMALISED.
-    ``shared_weights`` fp32 [tokens] gets the sigmoid of the gate. Of equally probable experts the
-    first ones are chosen. NaN counts as improbable, so that TOP_K experts are always chosen.
+    Row t of ``logits``, at t * ``stride``, has the logits of the EXPERTS experts. HAS_SHARED means
+    that the logit of the shared expert's gate follows them, and that ``shared_weights`` fp32
+    [tokens] gets its sigmoid. ``experts`` int32 [tokens, TOP_K] gets the chosen experts in
+    ascending order, and ``weights`` fp32 [tokens, TOP_K] their probabilities. NORMALISED means that
+    the probabilities of a token's chosen experts are divided by their sum. The first ones of
+    equally probable experts are chosen. NaN counts as improbable, so that TOP_K experts are always
+    chosen.
     """
     token = tl.program_id(0).to(tl.int64)
     numbers = tl.arange(0, BLOCK)
@@ -58,12 +60,12 @@ def route_tokens(
 
 @triton.jit(do_not_specialize=["number"])
 def sort_pairs(experts, offsets, pairs, number, BLOCK: tl.constexpr):
-    """Sort the indices of ``number`` pairs of a token and an expert by expert, stably.
+    """Sort ``number`` (token, expert) pairs by their expert, stably; write their sorted indices.
 
-    ``experts`` [number] has the expert of each pair. There is one program per expert. Program e
-    writes the number of pairs with smaller experts to ``offsets[e]``. The indices of the pairs with
-    expert e are written to ``pairs``, beginning at that offset. The last program also writes
-    ``offsets[e + 1]``.
+    ``experts`` [number] has the expert of each pair, and ``pairs`` [number] gets the indices. There
+    is one program per expert. Program e writes the number of pairs whose expert is below e to
+    ``offsets[e]``. The indices of the pairs with expert e are written to ``pairs``, beginning at
+    that offset. The last program also writes ``offsets[e + 1]``, which is ``number``.
     """
     expert, last = tl.program_id(0), tl.num_programs(0) - 1
     within = tl.arange(0, BLOCK)

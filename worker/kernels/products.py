@@ -66,17 +66,17 @@ def multiply_tiles(
 ):
     """Write ``x`` @ weight.T + bias, gated if ACTIVATION is a name, to ``out`` [rows, outputs].
 
-    ``tiles`` is the number of tiles with different rows. ``x`` is [n, INPUTS]; its rows are
-    ``x_stride`` elements apart. HAS_X_SCALES means that ``x`` has codes of e4m3, whose scales are
-    ``x_scales`` fp32 [n, groups].
+    ``tiles`` is the number of tiles into which the rows are divided, or an upper bound if there are
+    experts. ``x`` is [n, INPUTS]; its rows are ``x_stride`` elements apart. HAS_X_SCALES means that
+    ``x`` has codes of e4m3, whose scales are ``x_scales`` fp32 [n, groups].
 
     ``codes`` are [outputs, STRIDE]: numbers of the type of ``x``, codes of 8 bits, or words with 8
-    codes of 4 bits, as worker.model.kernel_linear orders them. CODES is plain, or a CodeType of
+    codes of 4 bits, as worker.model.kernel_linear orders them. CODES is "plain", or a CodeType of
     worker.model.weight_format. Input k belongs to group (k + SKIPPED) // GROUP, or to the only one
-    if GROUP is 0. ``scales`` are [groups, num_columns]; ``columns`` [outputs] has each output's
-    column with HAS_COLUMNS, else column o is that of output o. ``zeros`` [groups, num_columns / 2]
-    have two zero points per byte. Each PLANES * n consecutive inputs of a block of n words share a
-    scale and a zero point.
+    if GROUP is 0. ``scales`` are [groups, num_columns]. HAS_COLUMNS means that ``columns``
+    [outputs] has each output's column; otherwise output o has column o. ``zeros`` [groups,
+    num_columns / 2] have two zero points per byte. Each PLANES * n consecutive inputs of a block of
+    n words share a scale and a zero point.
 
     EXPERTS is the number of experts, or 0 for one linear layer. ``table`` int64 [EXPERTS, 4] has
     the addresses of each expert's codes, scales, zeros and bias. The rows of expert e are those

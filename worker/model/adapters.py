@@ -80,8 +80,8 @@ class AdaptedLinear:
 def read_adapters(texts: Iterable[str], model: Path) -> list[Adapter]:
     """Return the adapters of the setting ``adapters``, for the model in a directory.
 
-    Raises ModelUnavailable if files are missing, and BadAdapter if they are invalid or do not fit
-    the model.
+    Raises ValueError if a text is invalid or a name occurs twice. Raises ModelUnavailable if files
+    are missing, and BadAdapter if they are invalid or do not fit the model.
     """
     return [read_adapter(source, model) for source in parse_adapters(texts)]
 
@@ -102,10 +102,10 @@ def read_adapter(source: AdapterSource, model: Path) -> Adapter:
 def adapted_linears(adapter: Adapter, spec: ModelSpec) -> dict[str, AdaptedLinear]:
     """Return the matrices of an adapter by the name of their linear layer, for Everlift's decoder.
 
-    The names lack the model's prefix, such as layers.0.mlp.up_proj. Raises BadAdapter if the files
-    are invalid, or if the decoder lacks a linear layer that the adapter changes or does not adapt
-    it. Raises BadAdapter too if a matrix does not have the size that the layer and the LoRA rank
-    require.
+    The names, such as layers.0.mlp.up_proj, lack the model's prefix. Raises BadAdapter if the files
+    are invalid, or if the adapter changes a layer that the decoder lacks or cannot adapt. Raises
+    BadAdapter too if a matrix does not have the size that the layer and the LoRA rank require.
+    Raises OSError if a file cannot be read.
     """
     try:
         config = _config(adapter.directory / ADAPTER_CONFIG)
@@ -116,7 +116,11 @@ def adapted_linears(adapter: Adapter, spec: ModelSpec) -> dict[str, AdaptedLinea
 
 
 def _matrices(tensors: list[StoredTensor], spec: ModelSpec) -> dict[str, StoredTensor]:
-    """Return the tensors by their names in peft, without those of a part that the model ignores."""
+    """Return the tensors by name without peft's prefix; leave out parts that the model ignores.
+
+    Those parts, such as a vision tower, are listed in ``spec.tensors.unread``. Raises BadAdapter if
+    another tensor is not a lora_A or lora_B weight, or has an unsupported type.
+    """
     matrices = {tensor.name.removeprefix(_PREFIX): tensor for tensor in tensors}
     unread = tuple(part for prefix in spec.tensors.unread for part in (prefix, f"model.{prefix}"))
     read = {name: it for name, it in matrices.items() if not (unread and name.startswith(unread))}

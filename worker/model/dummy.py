@@ -63,7 +63,11 @@ def _stream(piece: Piece) -> Tensor:
 
 
 def _codes(piece: Piece) -> Tensor:
-    """Return PERIOD random codes of quantised weights, or words of them."""
+    """Return PERIOD elements of a quantised layer's tensor, in the type in which it is stored.
+
+    The elements are random codes, or words of several random codes; no code of e4m3 is NaN.
+    Exponents of scales are all the same.
+    """
     assert piece.writer is not None
     if piece.name.endswith(EXPONENTS_NAME):
         return torch.full((PERIOD,), round(math.log2(_SCALE)) + 127, dtype=torch.uint8)

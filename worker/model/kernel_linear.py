@@ -93,10 +93,10 @@ class Operand:
 
     @classmethod
     def of_quantised(cls, weight: Quantised) -> Operand:
-        """Return the operand for ``weight``, which is reordered in its memory.
+        """Return the operand for ``weight``, whose codes are reordered in place.
 
-        Raises UnsupportedModel unless the group length, and the number of inputs that the rank
-        lacks of the first group, are multiples of 16.
+        Raises UnsupportedModel unless the format's group length, if any, is a multiple of 16. The
+        same is required of the number of the first group's inputs that this rank does not hold.
         """
         groups, form = weight.groups, weight.format
         inputs, length = len(groups.places), form.group or 0
@@ -134,9 +134,10 @@ class Operand:
 
 
 class KernelLinear:
-    """Form of a quantised weight on a GPU with ``multiprocessors`` multiprocessors.
+    """Quantised weight on a GPU as a Form of worker.model.matrix, multiplied by Triton kernels.
 
-    With ``fp8``, inputs are quantised to e4m3 too, with a scale for each row and group of inputs.
+    ``multiprocessors`` is the number of the GPU's multiprocessors. ``fp8`` means that inputs are
+    quantised to e4m3 too, with a scale for each row and group of inputs.
     """
 
     def __init__(self, operand: Operand, multiprocessors: int, fp8: bool) -> None:

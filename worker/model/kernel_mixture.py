@@ -1,10 +1,12 @@
 """Mixture of experts on a GPU, in a fixed number of kernels (worker.kernels.experts, .products).
 
-    choose the experts of each token, sort the pairs of a token and an expert by expert
-    act(gate(x)) * up(x) of all pairs, and down of them: each one product over all experts
-    the weighted sum of each token's experts
+    choose the experts of each token, and sort the (token, expert) pairs by their expert
+    compute act(gate(x)) * up(x) of all pairs, in one product over all experts
+    compute down of these results, in another product over all experts
+    compute the weighted sum of each token's experts
 
-The host knows neither the choices nor the numbers of tokens, so that a step can be captured.
+The host knows neither the chosen experts nor how many tokens each has, so that a step can be
+captured.
 """
 
 from __future__ import annotations

@@ -53,9 +53,9 @@ class Placement:
         return torch.empty(outputs, inputs, dtype=self.weights or self.dtype, device=self.device)
 
     def linear_weight(self, blocks: Sequence[Block], inputs: int) -> Matrix:
-        """Return an unfilled weight of the linear layers ``blocks`` and of ``inputs`` inputs.
+        """Return an unfilled weight [outputs, ``inputs``] that joins the outputs of ``blocks``.
 
-        Raises UnsupportedModel if only some of the layers are quantised.
+        Raises UnsupportedModel if only some of the blocks' layers are quantised.
         """
         layers = {block.layer: self.quantises(block.layer) for block in blocks}
         if self.format is None or not any(layers.values()):

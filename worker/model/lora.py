@@ -130,7 +130,11 @@ class LinearAdapters:
 
     @property
     def most_ranks(self) -> int:
-        """Elements of work space that C++ needs for each token."""
+        """Largest sum of the padded LoRA ranks of one adapter's parts, over all slots.
+
+        C++ needs as many fp32 elements of work space for each token. The value is 0 without
+        compiled code.
+        """
         return 0 if self.native is None else int(self.native.most_ranks)
 
     def num_bytes(self, rank: int) -> int:
@@ -159,7 +163,11 @@ class LinearAdapters:
         self.native.most_panels = max(slot.panels for slot in self._slots)
 
     def add(self, step: StepAdapters, x: Tensor, y: Tensor) -> Tensor:
-        """Add the products of ``x`` [T, inputs] to ``y`` [T, outputs], and return ``y``."""
+        """Add scaling * B (A x) of each token's adapter to ``y`` in place, and return ``y``.
+
+        ``x`` is [T, inputs], and ``y`` is [T, outputs] and contiguous. ``step`` has the adapters of
+        the tokens; the outputs of a token without an adapter are unchanged.
+        """
         if self._library is None:
             for number, rows in step.rows:
                 for part in self._slots[number].parts:
@@ -203,7 +211,10 @@ def _packed(parts: Sequence[LowRank]) -> PackedParts:
 
 
 def _packed_part(part: LowRank, memory: list[object]) -> _Part:
-    """Return the structure of a part, whose packed matrices are added to ``memory``."""
+    """Pack the matrices of ``part``, append them to ``memory``, and return the structure for C++.
+
+    The structure is valid as long as the matrices in ``memory`` exist.
+    """
     (ranks, inputs), outputs = part.a.shape, len(part.b)
     padding = 0, -inputs % _PADDED_INPUTS, 0, -ranks % _PADDED_RANKS
     a = functional.pad(part.a, padding).contiguous()

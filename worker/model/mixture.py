@@ -104,8 +104,8 @@ class Mixture:
         """Return why the GPU kernels cannot be used, or an empty string if they can.
 
         A trial computes random tokens with ``kernels`` and with the loop over the experts. The
-        kernels fail if they raise an error, or if a result differs by more than a tenth of the
-        loop's largest.
+        kernels fail on an error, or if a value differs from the loop's by more than a tenth of the
+        largest magnitude among the loop's values.
         """
         assert self.kernels is not None
         generator = torch.Generator().manual_seed(0)

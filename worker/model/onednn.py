@@ -77,8 +77,9 @@ class OneDnnPacking:
     """Packing of weights by oneDNN.
 
     Products with the first weight of each shape are compared with those of torch's linear function.
-    No weight of this shape is packed if they differ. The function ``experts`` returns the packing
-    for mixtures of experts, or None if their weights are packed like all others.
+    No further weight of a shape is packed if they differ or oneDNN raises an error. Mixtures of
+    experts use the packing that the function ``experts`` returns, or this one if the function
+    returns None.
     """
 
     supports_rows = packs_embeddings = by_kernels = False

@@ -242,8 +242,9 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
 def panel_flags(
     dtype: torch.dtype, weights: torch.dtype, codes: CodeType | None = None
 ) -> tuple[str, ...]:
-    """Return the compiler flags for inputs and outputs of ``dtype`` and weights of ``weights``.
+    """Return the compiler flags for panels with these types.
 
+    ``dtype`` is the type of inputs and outputs, and ``weights`` that of the weights in panels.
     ``codes`` is the type of the codes if there are quantised weights too.
     """
     quantised = () if codes is None else (f"-D{_CODES[codes]}",)

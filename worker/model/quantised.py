@@ -220,11 +220,12 @@ class Quantised:
         return codes.piece(size[::-1] if is_transposed else size, into)
 
     def stacked_pieces(self, name: str, expert: int, experts: int) -> Iterator[Piece]:
-        """Yield the slices of two tensors that form this weight, that of expert number ``expert``.
+        """Yield the slices of two tensors that form this weight, which is of expert ``expert``.
 
         The tensors, named ``name`` with the suffix ``_blocks`` or ``_scales``, contain the weights
-        of all ``experts``. Outputs of this weight's layers, such as gate and up, alternate there.
-        The scales are powers of two, stored as exponents.
+        of all experts, whose number is ``experts``. Outputs in the tensors alternate between the
+        layers of this weight, such as gate and up. The scales are powers of two, stored as
+        exponents.
         """
         num_layers, column = len(self._blocks), 0
         for layer, block in enumerate(self._blocks):
@@ -270,7 +271,10 @@ class Quantised:
         return range(block.inputs.start // group, -(-block.inputs.stop // group))
 
     def _scaled(self, block: Block) -> range:
-        """Return the rows of the layer's scales that the block's outputs have."""
+        """Return the indices of the block's scales in the output dimension of the layer's scales.
+
+        Each scale there is shared by ``format.scaled_outputs`` outputs, or by all if that is None.
+        """
         together = self.format.scaled_outputs
         if together is None:
             return range(1)
@@ -329,11 +333,14 @@ class Quantised:
 
 @dataclass(frozen=True, slots=True)
 class _Codes:
-    """Writer of the stored codes [rows, columns] of the tensor ``name``.
+    """Writer of the codes or zero points of the tensor ``name``, a matrix of codes.
 
-    Only ``rows`` and ``columns`` are needed. ``packed`` is the dimension along which words, of type
-    ``word``, hold several codes; ``order`` has the index in a word of each of its codes. ``put``
-    receives codes [outputs, inputs], and the numbers of the first output and input.
+    Only the codes in the ranges ``rows`` and ``columns`` of the matrix are written. ``packed`` is
+    the dimension along which words, of type ``word``, hold several codes, or None if each code is
+    an element. ``order`` has the index in a word of each of its codes; None stands for ascending
+    order. ``put`` receives codes [outputs, inputs], or zero points [outputs, groups], and the
+    indices of the first one. Both indices count from the start of the range. ``write`` raises
+    BadCheckpoint if an e4m3 code is NaN.
     """
 
     put: Callable[[Tensor, int, int], None]
@@ -364,7 +371,10 @@ class _Codes:
         return 8 * self.word.itemsize // self.bits
 
     def piece(self, size: tuple[int, int], into: Tensor) -> Piece:
-        """Return the piece that fills ``into`` from the tensor; ``size`` is its shape in codes."""
+        """Return the piece that fills ``into`` from the tensor.
+
+        ``size`` is the number of codes in each dimension of the whole tensor.
+        """
         shape, slices = list(size), [slice(r.start, r.stop) for r in (self.rows, self.columns)]
         if self.packed is not None:
             needed, codes = slices[self.packed], self._per_word
@@ -443,7 +453,10 @@ def _words(codes: Tensor, bits: int) -> Tensor:
 
 
 def _codes(words: Tensor, bits: int) -> Tensor:
-    """Return the codes [outputs, n] of 32-bit words with the bytes ``words`` [outputs, bytes]."""
+    """Return the codes [outputs, n] that 32-bit words hold; the inverse of ``_words``.
+
+    ``words`` has the bytes of the words, [outputs, n * bits / 8].
+    """
     halves = words.view(len(words), -1, 2, 2)
     if bits == 8:
         return halves.transpose(2, 3).flatten(1)

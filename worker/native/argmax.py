@@ -66,7 +66,10 @@ class CompiledArgmax:
 
 
 def choose_argmax(device: torch.device) -> Argmax:
-    """Return the compiled argmax on a CPU, or torch's elsewhere and if it cannot be compiled."""
+    """Return the compiled argmax if ``device`` is a CPU and the code is available, else torch's.
+
+    Raises OSError or ValueError as ``native.compiled`` does.
+    """
     return (_compiled() if device.type == "cpu" else None) or argmax_by_torch
 
 

@@ -1,9 +1,9 @@
 """``python -m worker.native.ship``: compile the libraries that an image ships, for all LEVELS.
 
 For each head dimension of HEAD_DIMS, the libraries include an attention kernel and compiled
-decoders, in fp32 and, for the level with BF16 instructions, also in bf16. Those for quantised
-checkpoints are included for QUANTISED_HEAD_DIMS only. A model with another head dimension needs a
-compiler on the machine where it runs, or uses slower code.
+decoders, in fp32 and, for the level with BF16 instructions, also in bf16. Compiled decoders for
+quantised checkpoints are included for QUANTISED_HEAD_DIMS only. A model with another head dimension
+needs a compiler on the machine where it runs, or uses slower code.
 """
 
 from __future__ import annotations

@@ -58,10 +58,12 @@ class Collectives:
     def __init__(
         self, library: ctypes.CDLL, file: int, rank: int, size: int, timeout: timedelta
     ) -> None:
-        """Map the shared memory; ``timeout`` limits each wait of a call for another rank.
+        """Map the shared memory.
 
-        ``file`` is the file descriptor of the shared memory, which this object owns from now on.
-        Raises OSError if the file cannot be mapped or locked, or if there are more than 64 ranks.
+        ``timeout`` is the longest time of a single wait for one rank; a call may wait several
+        times. ``file`` is the file descriptor of the shared memory, which this object owns from now
+        on. Raises OSError if the file cannot be mapped or locked, or if there are more than 64
+        ranks.
         """
         timeout_ns = int(timeout.total_seconds() * 1e9)
         self._library = library
@@ -115,10 +117,10 @@ class Collectives:
 def init_collectives(store: Store, rank: int, size: int, timeout: timedelta) -> Collectives | None:
     """Set up the shared memory with the other ranks, and return this rank's Collectives.
 
-    The result is None on every rank if one of them cannot load the compiled library or shares no
-    memory with the others, or if there are more than 64 ranks. ``size`` is the number of ranks;
-    ``timeout`` limits each wait of a collective for another rank. Errors of ``store`` are not
-    caught.
+    The result is None on every rank if one has no compiled library or shares no memory with the
+    others, or if there are more than 64 ranks. ``size`` is the number of ranks. ``timeout`` is the
+    longest time of a single wait for one rank; a collective may wait several times. Errors of
+    ``store`` and of ``native.compiled`` are not caught.
     """
     library = _library()
     if not _all_equal(store, "host", rank, size, _host() if library is not None else ""):

@@ -7,8 +7,8 @@ of collectives while the worker is idle.
     rank r -> rank 0    StepLogHello, once; then heartbeats, whether or not its engine is in a step
     rank 0 -> rank r    StepLog, one per step
 
-Each message follows its length in four bytes, big-endian; a heartbeat is a single byte. If the
-connection ends, both ranks end.
+Each StepLogHello and StepLog follows its length in four bytes, big-endian. A heartbeat is a single
+byte without a length. If the connection ends, both ranks end.
 """
 
 from __future__ import annotations

@@ -125,11 +125,11 @@ def _warm_up(runner: TorchRunner, config: WorkerConfig) -> None:
 def spec_of(config: WorkerConfig, directory: Path) -> ModelSpec | None:
     """Return the spec for Everlift's decoder; None if transformers' modules must run the model.
 
-    Only the model's configuration is read. Transformers' modules are considered only if Everlift's
-    decoder does not know the architecture. Raises UnsupportedModel if the model's configuration is
-    missing or malformed, or shows that the decoder or, where considered, the modules cannot run the
-    model. UnsupportedModel is also raised if the decoder knows the architecture, but does not
-    support the configured quantization or a context as long as ``config.max_model_len``.
+    Only the model's configuration is read. Everlift's decoder is chosen if it knows the
+    architecture, and transformers' modules otherwise. Raises UnsupportedModel if the model's
+    configuration is missing or malformed, or shows that the chosen code cannot run the model.
+    UnsupportedModel is also raised if the decoder is chosen, but does not support the configured
+    quantization or a context as long as ``config.max_model_len``.
     """
     try:
         spec = read_spec(directory)

@@ -68,7 +68,11 @@ class Source(Protocol):
     def is_over(self) -> bool: ...
 
     def poll(self) -> Any | None:
-        """Return the next answer; None if there is none yet. May raise the call's error."""
+        """Return the next answer; None if there is none yet, or after the last one.
+
+        A result of None is final if ``is_over`` is True afterwards. Raises the error with which
+        the call is to fail.
+        """
         ...
 
 

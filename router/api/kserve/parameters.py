@@ -75,7 +75,7 @@ class Parameter:
 
     @property
     def dims(self) -> int:
-        """Return the size of its input tensor's only dimension: 1, or -1 for any size."""
+        """Return the size of the input tensor's only dimension: 1, or -1 for any size."""
         return 1 if self.max_values == 1 else -1
 
 
@@ -207,7 +207,8 @@ def _of_request(field: str, read: Callable[[str, Value], object]) -> Setter:
 def _counted(field: str) -> Setter:
     """Return a function that writes a number to the integer field ``field`` of a request.
 
-    The function raises an error if the number is outside the field's range.
+    The function raises InvalidRequest unless there is exactly one value, which is an integer or
+    its text. The function raises OutOfRange if the integer is outside the field's range.
     """
 
     def set_field(parsed: ParsedRequest, name: str, values: Values) -> None:

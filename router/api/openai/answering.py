@@ -218,8 +218,11 @@ class Answering:
     ) -> str:
         """Set the session of ``messages``, and return the request id of the call.
 
-        The id is ``name``, with the session's tag (``in_session``) unless the client sent the id.
-        ``default`` is the session if the client names none; empty for no session.
+        ``name`` is returned unchanged if the client sent a request id. Otherwise ``in_session``
+        appends a tag of the session, if there is one, and the answer's headers get the result.
+        ``default`` is the session if the client names none; empty for no session. A session that
+        a header names is set only when the messages are submitted. Raises OutOfRange if the
+        session's id is too long.
         """
         # The header takes precedence; it is applied when the messages are submitted.
         session_id = call.headers.get(service.SESSION_ID, "")

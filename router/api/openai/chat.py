@@ -193,7 +193,11 @@ class ChatAnswer(ChunkedAnswer):
         return deltas + parser.finish() if output.finish_reason else deltas
 
     def _begun(self, index: int, tokens: Sequence[int]) -> Parser:
-        """Return the parser of a choice, and count the next ``tokens`` of this choice."""
+        """Return the parser of a choice, which is made at the first call for this choice.
+
+        The choice's next ``tokens`` are added to its counter of reasoning tokens, if the model
+        writes reasoning.
+        """
         if (parser := self._parsers.get(index)) is None:
             parser = self._parsers[index] = self._parser(index)
         if self._has_reasoning:

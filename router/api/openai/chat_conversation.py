@@ -59,7 +59,11 @@ def _check_continuable(fields: Chat, turns: Sequence[Turn]) -> None:
 
 
 def _variables(fields: Chat) -> Mapping[str, Any]:
-    """Return the template variables; chat_template_kwargs replace those of reasoning_effort."""
+    """Return the variables for the chat template.
+
+    ``reasoning_effort`` sets the variable of the same name, and "none" also sets
+    ``enable_thinking`` to False. Variables in ``chat_template_kwargs`` take precedence.
+    """
     variables: dict[str, Any] = {}
     if isinstance(fields, ChatFields) and fields.reasoning_effort is not None:
         variables["reasoning_effort"] = fields.reasoning_effort

@@ -19,8 +19,8 @@ from router.api.http.writer import encode
 class ChunkOptions:
     """Token counts that a stream of chunks includes.
 
-    With ``has_usage``, a last chunk has the token counts. With ``has_continuous_usage``, every
-    chunk has those so far.
+    ``has_usage``: a last chunk has the token counts. ``has_continuous_usage``: every chunk with
+    output has the token counts so far.
     """
 
     has_usage: bool = False

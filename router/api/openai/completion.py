@@ -49,11 +49,12 @@ _NO_OPTIONS = ChunkOptions()
 class CompletionAnswer(ChunkedAnswer):
     """Writer of completions.
 
-    ``echoes`` has a prompt for each choice, which precedes the choice's output (OpenAI's ``echo``):
-    a text, or an Echo if the log probabilities of its tokens precede those of the output. It is
-    empty if prompts are not returned. ``prompts`` has a prompt for each choice whose log
-    probabilities are returned in vLLM's ``prompt_logprobs``; it is empty if they are not requested.
-    ``token_ids`` is None if no token ids are returned.
+    ``echoes`` has one prompt for each choice, written before the choice's output (OpenAI's
+    ``echo``). Each prompt is a text, or an Echo if the log probabilities of its tokens precede
+    those of the output. ``echoes`` is empty if prompts are not returned. ``prompts`` also has one
+    prompt for each choice, for vLLM's ``prompt_logprobs``: the log probabilities of the prompt's
+    tokens. ``prompts`` is empty if these are not requested. ``token_ids`` is None if no token ids
+    are returned.
     """
 
     def __init__(

@@ -353,9 +353,10 @@ def alternatives(scores: pb.TokenLogprobs) -> Iterator[tuple[int, float]]:
 def _by_key(vocabulary: Vocabulary, placed: Placed, num_top: int | None = None) -> dict[str, float]:
     """Map the strings of a position's alternative and sampled tokens to log probabilities.
 
-    Only the ``num_top`` most probable alternatives are included, unless it is None. The sampled
-    token is last if it is not an alternative. A token with the same string as another one has the
-    key ``token_id:ID``.
+    Only the ``num_top`` most probable alternatives are included; all if ``num_top`` is None. The
+    sampled token is last if it is not among them. Each string is the key of only one token: the
+    sampled token if it has this string, else the first alternative. Other tokens with this string
+    have the key ``token_id:ID``.
     """
     shown: dict[str, float] = {}
     sampled = _key(vocabulary, placed.token, placed.is_first)

@@ -38,11 +38,11 @@ async def id_of_call(
     time_s: float,
     retention_s: float,
 ) -> str:
-    """Return the id of the object that a call at ``time_s`` creates, or that of an earlier call.
+    """Return the id, beginning with ``prefix``, of the object that a call at ``time_s`` creates.
 
-    ``prefix`` is that of the id. An earlier call is one with the same idempotency key and prefix
-    within ``retention_s`` seconds. Raises InvalidRequest if the key is malformed, and
-    LedgerUnavailable.
+    Calls of a tenant with the same idempotency key and prefix within ``retention_s`` seconds get
+    the same id. A call without a key always gets a new id. Raises InvalidRequest if the key is
+    malformed, LedgerFull and LedgerUnavailable.
     """
     new = new_id(prefix, time_s)
     if not (key := idempotency_key(headers)):

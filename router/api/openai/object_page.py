@@ -35,7 +35,10 @@ def query_number(query: Mapping[str, str], name: str, default: int) -> int:
 
 
 def page_size(query: Mapping[str, str], most: int = _MAX_PAGE, default: int = _PAGE) -> int:
-    """Return the number of objects that the query asks for. Raises InvalidRequest."""
+    """Return the number of objects that the query asks for; ``default`` if it names none.
+
+    Raises InvalidRequest unless the parameter ``limit`` is a whole number from 1 to ``most``.
+    """
     limit = query_number(query, "limit", default)
     if not 1 <= limit <= most:
         raise InvalidRequest(f"limit must be 1 to {most}", field="limit")
@@ -43,7 +46,7 @@ def page_size(query: Mapping[str, str], most: int = _MAX_PAGE, default: int = _P
 
 
 def object_page(objects: Sequence[tuple[str, B]], *, has_more: bool) -> ObjectPage[B]:
-    """Return a page with the objects, given with their ids."""
+    """Return a page with the bodies of ``objects``, which are pairs of an id and a body."""
     return {
         "object": "list",
         "data": [body for _, body in objects],

@@ -129,8 +129,8 @@ def session_id(fields: Generation, names: Sequence[SessionField]) -> str:
 def check_streamed_size(messages: Sequence[pb.GenerateRequest]) -> None:
     """Check that no event of a streamed answer becomes too large.
 
-    The prompts whose log probabilities are requested must be given as token ids. Raises OutOfRange
-    if one of them has too many log probabilities.
+    Prompts whose log probabilities are requested must have been tokenized before: only token ids
+    are counted. Raises OutOfRange if one of these prompts has too many log probabilities.
     """
     for message in messages:
         num_logprobs = _num_prompt_logprobs(message)
@@ -146,9 +146,9 @@ def check_streamed_size(messages: Sequence[pb.GenerateRequest]) -> None:
 def check_unstreamed_size(messages: Sequence[pb.GenerateRequest], context: int) -> None:
     """Check that an answer that is not streamed does not become too large.
 
-    The prompts whose log probabilities are requested must be given as token ids. Raises OutOfRange
-    if the answer could contain too many log probabilities. ``context`` is the maximum length of a
-    sequence in tokens.
+    Prompts whose log probabilities are requested must have been tokenized before: only token ids
+    are counted. Raises OutOfRange if the answer could contain too many log probabilities.
+    ``context`` is the maximum length of a sequence in tokens.
     """
     num_logprobs = sum(_num_logprobs(message, context) for message in messages)
     if num_logprobs > _MAX_UNSTREAMED_LOGPROBS:

@@ -3,10 +3,10 @@
 The deltas after character k depend only on characters 0 to k, and not on their division into
 pieces. A client that reads a stream again from any offset therefore continues with exactly the next
 character. Text is held back while its meaning is undecided: a possible opening mark of a call, a
-call before its name and arguments are known, an incomplete escape in its arguments.
+call at least until its name is known, an incomplete escape in its arguments.
 
-Text that turns out not to be a call is unchanged content. If this text is not longer than a limit,
-it is searched for another call. The limit (_MAX_REREAD) bounds how often a character can be read.
+Text that turns out not to be a call is unchanged content, which is searched for another call if it
+is not longer than a limit. The limit (_MAX_REREAD) bounds how often a character can be read.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ class CharParser:
     """Base of parsers that read single characters.
 
     A subclass implements ``_output``, a generator that parses the output and yields whenever it
-    needs the next character.
+    needs the next character. Characters that were read, but are neither emitted nor dropped yet,
+    are pending.
     """
 
     def __init__(self, tools: CallableTools) -> None:
@@ -226,9 +227,9 @@ class CharParser:
                 raise NoCall
 
     def _read_name(self) -> Reading[str]:
-        """Read the name of a function behind whitespace, and return it.
+        """Read whitespace and the name of a function, and return the name.
 
-        Raises NoCall if no such function can be called.
+        Raises NoCall if no function has this name.
         """
         char = yield from self._read_nonspace()
         start = len(self._pending) - 1

@@ -4,10 +4,10 @@
     <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}
     <|start|>assistant<|channel|>final<|message|>content<|return|>
 
-The prompt ends with <|start|>assistant. A message to a function is a call. All other messages are
-reasoning in the channel analysis, and content in other channels. The marks are special tokens. The
-tokens <|call|>, which follows a call, and <|return|> end the output, so they are usually absent
-from its text.
+The prompt ends with <|start|>assistant. A message to a function is a call. A message without a
+recipient is reasoning in the channel analysis, and content in other channels. The marks are special
+tokens. The tokens <|call|>, which follows a call, and <|return|> end the output, so they are
+usually absent from its text.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _MAX_WORD = 128
 class GptOssParser(CharParser):
     """Parser of an output in the harmony format.
 
-    A message whose recipient is not a function of the tools is content, including its header.
-    Without tools, no call is recognised. Text outside of messages is content.
+    A message with a recipient is content, including its header, unless it calls a function of the
+    tools. No call is recognised without tools. Text outside of messages is content.
     """
 
     def __init__(self, tools: CallableTools) -> None:
@@ -64,10 +64,11 @@ class GptOssParser(CharParser):
             mark = yield from self._body(emit)
 
     def _header(self, mark: str) -> Reading[Callable[[], None]]:
-        """Read the header after ``mark`` and, for a call, its arguments.
+        """Read the header after ``mark`` and, if the message is a call, emit the call.
 
-        Return the function that handles the pending characters of the message's text. Raises NoCall
-        if there is no header, or if the message calls no function of the tools.
+        Return the function that emits or drops the pending characters of the text that follows.
+        Raises NoCall if the header is invalid, or if the recipient is not a function of the tools.
+        Also raises NoCall if a call's text begins with neither "{" nor an end mark.
         """
         if mark:
             self._at_end = self._drop
@@ -110,7 +111,10 @@ class GptOssParser(CharParser):
         return fields[_CHANNEL], fields["to="]
 
     def _word(self) -> Reading[str]:
-        """Read the rest of a word whose first character is the last one that was read."""
+        """Read the rest of a word whose first character was read last, and return the whole word.
+
+        Raises NoCall if the word or the header is too long.
+        """
         start = len(self._pending) - 1
         while (char := (yield from self._read())) not in SPACE and char != "<":
             if len(self._pending) - start > _MAX_WORD:

@@ -52,7 +52,8 @@ class _Call:
 class JsonCallParser(CharParser):
     """Parser of an output with calls that are JSON objects between ``marks``.
 
-    Whitespace next to a call is not content. A call of another function than the tools' is content.
+    Whitespace next to a call is not content. A call of a function that is not in the tools is
+    content.
     """
 
     def __init__(self, marks: JsonMarks, tools: CallableTools) -> None:

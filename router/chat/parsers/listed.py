@@ -1,4 +1,4 @@
-"""Calls that a grammar enforces because the output must be calls. Pure.
+"""Calls in the format that a grammar enforces if tool_choice requires calls. Pure.
 
 [{"name": ..., "arguments": {...}}, ...]
 """

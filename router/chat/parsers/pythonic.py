@@ -125,7 +125,11 @@ class PythonicParser(MarkedCallParser):
         return "".join(self._pending[start:])
 
     def _literal(self, depth: int) -> Reading[str]:
-        """Read a literal, and return it as JSON."""
+        """Read a literal, and return it as JSON.
+
+        ``depth`` is the number of lists, tuples and dicts that enclose the literal. Raises NoCall
+        if the text is not a literal, or if it is nested more than _MAX_DEPTH levels deep.
+        """
         char = yield from self._read_nonspace()
         if char in "'\"":
             return _json((yield from self._string(char)))
@@ -139,7 +143,12 @@ class PythonicParser(MarkedCallParser):
         return _constant((yield from self._word()))
 
     def _items(self, closes: str, depth: int, *, has_keys: bool = False) -> Reading[list[str]]:
-        """Read the items of a list or dict up to the character ``closes``."""
+        """Read the items of a list, tuple or dict up to ``closes``, and return them as JSON.
+
+        The items are those of a dict, in the form "key: value", if ``has_keys``.
+        ``depth`` is the number of lists, tuples and dicts that enclose the items. Raises NoCall if
+        the text is invalid, if a key is not a string, or if ``depth`` exceeds _MAX_DEPTH.
+        """
         if depth > _MAX_DEPTH:
             raise NoCall
         items: list[str] = []
@@ -159,7 +168,11 @@ class PythonicParser(MarkedCallParser):
         return items
 
     def _string(self, quote: str) -> Reading[str]:
-        """Read a string whose first quotation mark is the last character that was read."""
+        """Read a string whose first quotation mark is the last character that was read.
+
+        Return the string's value, with decoded escapes. Raises NoCall for an escape that names a
+        character or has an invalid code, and for a line break outside triple quotes.
+        """
         parts: list[str] = []
         num_closing = 1
         if (yield from self._read()) == quote:

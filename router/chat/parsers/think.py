@@ -70,7 +70,7 @@ class ThinkParser(CharParser):
         return deltas + self._inner.feed(self._handed_over()) + self._inner.finish()
 
     def _handed_over(self) -> str:
-        """Remove and return the characters that were fed, but are to be parsed by the inner parser.
+        """Remove the characters that this parser leaves to the inner parser, and return them.
 
         The text is empty if the inner parser has received all of them. Returned characters no
         longer count in ``_num_fed``.

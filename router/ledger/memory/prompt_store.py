@@ -14,7 +14,8 @@ from router.ledger.prompts import chunk_names, image_names, num_chunked
 class _Chunk:
     """Chunk of prompts; ``before`` is the name of the chunk before it, or empty.
 
-    ``references`` counts the requests whose last chunk it is, and the chunks that follow it.
+    ``references`` counts the requests of which it is the last chunk, and the chunks directly after
+    it.
     """
 
     before: str

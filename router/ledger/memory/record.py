@@ -116,10 +116,10 @@ class Record:
 
     @classmethod
     def blank(cls, request: Request, prompts: PromptStore, gateway: str, arrived: float) -> Self:
-        """Return the record of a queued request without tokens, events or counted state changes.
+        """Return the record of a queued request without output, events or counted state changes.
 
-        The prompt is added to ``prompts``. The caller then records its creation with ``move``, or
-        its restoration with ``merge``.
+        The prompt is added to ``prompts``. The caller then records the request's creation with
+        ``move``, or its restoration with ``merge``.
         """
         entry = Entry(
             request.request_id,

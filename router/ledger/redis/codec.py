@@ -116,7 +116,10 @@ def pack_images(request: Request, known: Collection[str] = ()) -> bytes:
 
 
 def pack_rest(request: Request) -> bytes:
-    """Return a StoredRequest without the deadline and without the tokens of the prompt's chunks."""
+    """Return the request as a serialised StoredRequest (protobuf).
+
+    The deadline, the tokens of the prompt's full chunks and the image files are omitted.
+    """
     return replace(request, deadline=None).to_bytes(num_chunked(request))
 
 
@@ -299,7 +302,7 @@ def membership(answer: Sequence[bytes]) -> Membership:
 
 
 def part(answer: Sequence[Any]) -> Part:
-    """Return the rows of one shard from the answer of list.lua."""
+    """Return one shard's part of a listing of requests from the answer of list.lua."""
     is_end, *rows = answer
     return Part([_row(*row) for row in rows], is_end=is_end == 1)
 
@@ -310,7 +313,10 @@ def _row(request_id: bytes, arrived: bytes, fields: Sequence[Any]) -> Row:
 
 
 def turns(answer: Sequence[Any]) -> list[tuple[int, Turn]]:
-    """Return the turns of one shard from the answer of turns.lua, each with its arrival in µs."""
+    """Return the turns of a session (finished requests) on one shard from the answer of turns.lua.
+
+    Each turn is preceded by the arrival time of its request in µs.
+    """
     return [(int(arrived), Turn(name.decode(), turn)) for arrived, name, turn in answer]
 
 

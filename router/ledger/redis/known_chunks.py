@@ -1,4 +1,4 @@
-"""Cache of the chunks and images of prompts that were stored in one shard of the ledger. Pure."""
+"""Names of chunks and images of prompts that were recently stored in one ledger shard. Pure."""
 
 from __future__ import annotations
 

@@ -31,15 +31,15 @@ _PARTS: dict[str, Callable[[str], str]] = {
 
 
 class _Place(NamedTuple):
-    """Part of the ledger that audit.lua examines: it belongs to one request, or is a chunk.
+    """Item that audit.lua examines: it concerns the request ``request_id``, or is a chunk.
 
     ``shard`` is the number of a chunk's shard. ``kind`` is a letter:
 
         r    the request; ``name`` is empty
-        s    the key ``name``
-        o    the set of unfinished requests of the router ``name``
-        a    the listing of a tenant or session in the key ``name``
-        c    the chunk whose name is ``request_id``
+        s    the request's key ``name``
+        o    the request's id in the set of unfinished requests of the router ``name``
+        a    the request's id in the listing of a tenant or session in the key ``name``
+        c    the chunk or image whose name is ``request_id``
     """
 
     kind: str

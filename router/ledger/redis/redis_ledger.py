@@ -1,7 +1,7 @@
 """Ledger in Redis or Valkey: each state change is one Lua script, each request on one shard.
 
-A shard is a part of the requests whose keys are on the same server. ``common.lua`` describes the
-keys, ``base.py`` the behaviour.
+A shard holds a part of the requests, and all its keys are on one server. ``common.lua`` describes
+the keys, ``base.py`` the behaviour.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ def check_server(info: Info, *, is_cluster: bool = False) -> str:
     """Check the version and settings of a server; return its name and version as text.
 
     ``is_cluster`` tells whether the ledger's url is for a cluster. Raises LedgerSetupError if the
-    server cannot be used. Raises LedgerUnavailable while the server loads its data, because until
-    then it reports that it does not persist data.
+    server cannot be used. Raises LedgerUnavailable while the server loads its data, because a
+    server that is still loading reports that it does not persist data.
     """
     if info.get("loading"):
         raise LedgerUnavailable("the ledger's server is loading its data")

@@ -85,8 +85,9 @@ _WORKER_COUNTERS: Mapping[str, tuple[str, Callable[[WorkerLink], float]]] = {
 class VllmCollector:
     """Prometheus collector of metrics under vLLM's names.
 
-    The label model_name is the name of one of ``models``, as stored in the ledger. It is empty in
-    counters of requests that name no known model.
+    The label model_name is the ``name`` of one of ``models``, never an alias or adapter.
+    vllm:prompt_tokens and vllm:request_success also have samples with an empty model_name, always
+    0, once a request has named no known model.
     """
 
     def __init__(

@@ -23,10 +23,11 @@ from worker.engine.slot_table import SlotTable
 class Slai(Continuous):
     """Policy that defers decodes in favour of prefills until their deadlines are near.
 
-    If the budget suffices for all decodes with near deadlines, no decode is deferred beyond its
-    deadline. The token of a deferred decode may still be late, by less than two steps: the last
-    step that defers it, and the next, which computes it. It is on time if neither takes longer than
-    the longest of the last 16 steps.
+    A step that begins after a decode's deadline does not defer that decode, provided that the
+    budget suffices for all decodes with near deadlines. The token of a deferred decode may still be
+    late, by less than the duration of two steps. The two steps are the last one that defers the
+    decode, and the next one, which computes the token. The token is on time if neither of the two
+    takes longer than the longest of the 16 steps before.
 
     Prefills are sorted as in ``Continuous``.
     """

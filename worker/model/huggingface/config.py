@@ -103,9 +103,9 @@ class HfConfig:
         return value
 
     def naturals(self, key: str) -> tuple[int, ...]:
-        """Return the integers in the list under ``key``, none if it is missing or null.
+        """Return the integers in the list under ``key``; an empty tuple if it is missing or null.
 
-        They must be at least 0.
+        Raises UnsupportedModel if an integer is negative.
         """
         values = self.get(key, [])
         if not isinstance(values, list) or any(type(v) is not int or v < 0 for v in values):

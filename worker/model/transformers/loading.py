@@ -47,11 +47,11 @@ def load_decoder(
 ) -> TransformersDecoder:
     """Return the decoder of the model in ``directory``; with ``dummy`` its weights are random.
 
-    A Probe first verifies the decoder's results in a batch with a sequence of ``max_model_len``
-    tokens. This length is limited to the model's own maximum, which is also the default.
-    ``build_attention`` creates the attention backend over a KV cache. Raises UnsupportedModel if
-    the model does not run with paged attention on one rank, and BadCheckpoint if its weights cannot
-    be loaded.
+    A Probe first verifies the decoder's results in a batch with another sequence, whose few tokens
+    have the last positions below ``max_model_len``. This length is limited to the model's own
+    maximum, which is also the default. ``build_attention`` creates the attention backend over a KV
+    cache. Raises UnsupportedModel if ``place`` has several ranks, the model does not run with paged
+    attention, or no maximum length is known. Raises BadCheckpoint if the weights cannot be loaded.
     """
     with _refusing(directory) as architecture:
         config = _known_config(directory, architecture, place.group.size)

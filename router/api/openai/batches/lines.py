@@ -132,8 +132,8 @@ class Answer:
 class Result:
     """Result of a line of a batch.
 
-    ``data`` is the line with this result in a result file. ``counts`` is what the result adds to
-    the counts of the batch. The error file has the results of lines that failed.
+    ``data`` is the result as a line of a result file, with the line terminator. ``counts`` is what
+    the result adds to the counts of the batch. The error file has the results of lines that failed.
     """
 
     batch_id: str

@@ -151,8 +151,8 @@ class StoredBatches:
     async def drop_unfinished(self, batch_id: str, tenant: str) -> None:
         """Remove the entry of a batch without a record from the list of unfinished batches.
 
-        The entry stays for 10 seconds after the creation of the batch id, because the record may
-        still be stored. Raises LedgerUnavailable.
+        Nothing is removed within 10 seconds of the creation of the batch id, because the record may
+        not have been stored yet. Raises LedgerUnavailable.
         """
         created_at = int(batch_id[len(BATCH_PREFIX) :][:12], 16) / 1000
         if self.ledger_time() > created_at + _CREATION_S:

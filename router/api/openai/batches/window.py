@@ -15,8 +15,9 @@ class Window:
     """Limit of concurrent lines, shared by all batches of a router.
 
     ``size`` returns the limit, which may change. Tenants with a running batch have equal shares of
-    it, so that a tenant whose lines wait for its quota does not block other tenants. While shares
-    become smaller, more lines than the limit may be in progress.
+    the limit, rounded up to whole lines. A tenant whose lines wait for its quota therefore does not
+    block other tenants. More lines than the limit may be in progress because of the rounding, and
+    while shares become smaller.
     """
 
     def __init__(self, size: Callable[[], int]) -> None:

@@ -85,9 +85,9 @@ class ConversationRecord:
     def with_added(self, items: Sequence[Item], key: str) -> Self:
         """Return the record with ``items``, unless an earlier call with ``key`` added them.
 
-        ``key`` is the idempotency key of the call; empty for none. ``items`` are the result of
-        ``added_items`` for ``key``. Raises RequestConflict if an earlier call with ``key`` added
-        other items.
+        ``key`` is the result of ``idempotency_digest``, or empty if the call has no key. ``items``
+        are the result of ``added_items`` for ``key``. Raises RequestConflict if an earlier call
+        with ``key`` added other items.
         """
         if not key or not self._added_by(key):
             return self.with_items(items)
@@ -210,10 +210,10 @@ def idempotency_digest(path: str, name: str) -> str:
 
 
 def _begin(key: str) -> str:
-    """Return the text that follows the prefix, such as ``msg``, in the ids of a call's items.
+    """Return the middle part of the ids of items, which is the same for all items of a call.
 
-    ``key`` is the ``idempotency_digest`` of the call, which adds the items. The text is the same
-    for all of them.
+    ``key`` is the ``idempotency_digest`` of the call that adds the items. An id consists of a
+    prefix such as ``msg``, this part, and a digest of the items and the item's index.
     """
     return f"_{key[:16]}"
 
@@ -221,8 +221,9 @@ def _begin(key: str) -> str:
 def added_items(raw: Sequence[Item], key: str) -> list[Item]:
     """Return items that a client adds, with new ids.
 
-    ``key`` is the result of ``idempotency_digest``, or empty. The ids then depend only on the key
-    and the items: a repeated call adds the same items, and other items have other ids.
+    ``key`` is the result of ``idempotency_digest``, or empty for random ids. Ids made with a key
+    depend only on the key and the items: a repeated call adds the same items, and other items have
+    other ids.
     """
     ids = _derived_ids(raw, key) if key else [f"_{secrets.token_hex(16)}" for _ in raw]
     return [

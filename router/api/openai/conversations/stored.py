@@ -165,14 +165,18 @@ class StoredConversations:
         return StoredConversation(conversation_id, record, version)
 
     async def delete(self, caller: Caller, conversation_id: str) -> None:
-        """Delete a conversation, but not its responses. Raises UnknownObject."""
+        """Delete a conversation, but not its responses.
+
+        Raises UnknownObject and LedgerUnavailable.
+        """
         if not await self._ledger.delete_object(_name(caller, conversation_id)):
             raise _unknown(conversation_id)
 
     async def contents(self, caller: Caller, conversation: StoredConversation) -> Contents:
         """Return the items of a conversation.
 
-        Responses that failed, were cancelled, were deleted or have expired contribute no items.
+        Responses that failed or were cancelled contribute no items. A response whose request was
+        erased or has expired contributes only items that were copied into the record before.
         """
         record = conversation.record
         responses = await self._read(caller, record)
@@ -216,7 +220,10 @@ class StoredConversations:
     async def _read(
         self, caller: Caller, record: ConversationRecord
     ) -> dict[str, StoredResponse | UnknownRequest]:
-        """Return the responses of a conversation whose items were not copied, by name."""
+        """Read the responses whose items were not copied into ``record``; return them by name.
+
+        A response without a request is represented by its UnknownRequest.
+        """
         references = [it for it in record.references if it.parts is None]
         found: dict[str, StoredResponse | UnknownRequest] = {}
         for start in range(0, len(references), READS_AT_ONCE):
@@ -277,7 +284,8 @@ class StoredConversations:
 def _response_parts(response: StoredResponse, conversation_id: str) -> Parts:
     """Return the items that a response adds to a conversation; none unless it has finished.
 
-    A response of another conversation adds none either: its name was used for another request.
+    The result is also empty if the response does not belong to the conversation: another call then
+    used the name of the response that was added.
     """
     is_of_this = response.record.conversation_id == conversation_id
     if not is_of_this or response.live.entry.state is not State.FINISHED:

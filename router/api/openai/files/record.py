@@ -112,9 +112,9 @@ class ResultChunk:
 
 
 class LineSplitter:
-    """Splitter of a content, which comes in parts, into lines.
+    """Splitter of content into lines; the content arrives in parts.
 
-    ``max_bytes`` is the maximum length of a line.
+    ``max_bytes`` is the maximum length of a line, without its terminator.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -30,7 +30,7 @@ class StoredFiles:
 
     ``ledger_time`` returns the ledger's time in seconds since 1970. Files are kept for
     ``retention_s`` seconds unless they have their own limit. ``create`` fails if the tenant's files
-    would then have more than ``max_bytes`` bytes in total.
+    would then have more than ``max_bytes`` bytes in total. A file counts as at least 64 KiB.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class StoredFiles:
         """Check that the tenant may add a file of ``num_bytes`` bytes.
 
         Raises OutOfRange if the tenant's files would then have more than ``max_bytes`` bytes in
-        total, and LedgerUnavailable.
+        total, and LedgerUnavailable. A file counts as at least 64 KiB.
         """
         records = [record for _, record in await self.list_all(caller)]
         used = sum(max(record.num_bytes, _MIN_COUNTED_BYTES) for record in records)

@@ -64,8 +64,8 @@ class Upload:
 async def received(call: Call, max_bytes: int) -> AsyncIterator[Upload]:
     """Context manager: read the body of a call, and yield its fields.
 
-    A file of more than 1 MiB is kept in a temporary file. Raises InvalidRequest if the body is
-    malformed, arrives too slowly, or has more than ``max_bytes`` bytes.
+    A file of more than 1 MiB is kept in a temporary file. Raises InvalidRequest if the body is not
+    a valid form, has invalid fields, arrives too slowly, or exceeds ``max_bytes`` + 64 KiB.
     """
     call.check_encoding()
     media_type, options = parse_options_header(call.headers.get("content-type", ""))

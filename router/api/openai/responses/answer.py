@@ -96,8 +96,8 @@ class OutputItems:
         """Create an empty output; ``name`` is the name of the response.
 
         Events up to the sequence number ``after`` are left out. ``logprobs`` has the log
-        probabilities that the content includes; None if it includes none. ``own_names`` are the
-        names of functions in namespaces (namespaces.py).
+        probabilities of the content; None if they are not requested. ``own_names`` has the
+        ``namespace`` and ``name`` of functions in namespaces, by joined name (namespaces.py).
         """
         self.items: list[Item] = []
         self._name = name
@@ -190,7 +190,10 @@ class OutputItems:
         return self._text("response.output_text.delta", text, logprobs=lacking)
 
     def _take_logprobs(self, num_characters: int) -> list[ContentToken]:
-        """Add the log probabilities of the next characters of the content to the open message."""
+        """Return the tokens of the next characters of the content; none without log probabilities.
+
+        The log probabilities of these tokens are added to the open message.
+        """
         if self._logprobs is None:
             return []
         tokens = self._logprobs.take(num_characters)
@@ -334,7 +337,10 @@ class ResponseAnswer:
         return "incomplete" if self._finish_reason == "length" else "completed"
 
     def response(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
-        """Return the response with the output so far; unfinished ones have no ``usage``."""
+        """Return the response with the output so far.
+
+        The member ``usage`` is null if the argument is None, as for an unfinished response.
+        """
         is_cut = status == "incomplete"
         return {
             "id": f"resp_{self._name}",

@@ -166,7 +166,10 @@ def _arguments_text(arguments: object) -> str:
 
 
 def with_ids(items: Sequence[Item], name: str) -> list[Item]:
-    """Return items, each of which has an id; new ones are derived from ``name`` and the index."""
+    """Return copies of ``items`` in which a missing id or type is filled in.
+
+    The id is derived from ``name`` and the item's index; the type is message.
+    """
     return [
         {"id": item_id("item", name, index), **item, "type": item.get("type", "message")}
         for index, item in enumerate(items)

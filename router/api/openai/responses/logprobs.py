@@ -14,11 +14,12 @@ from router.chat.parsers.base import Parser
 
 
 class ContentToken(NamedTuple):
-    """Token of a response's content.
+    """Token of a response's content, with its log probabilities.
 
-    ``last`` is the index of its last character in the output's text; tokens that ``take`` returns
-    have another index. ``is_cut`` is True if a stop string cut the token. Such a token becomes
-    known only at the end of the output, after its characters.
+    ``last`` is the index of the token's last character in the output's text. Tokens returned by
+    ``ContentLogprobs.take`` count ``last`` from the first character taken by that call instead.
+    ``is_cut`` is True if a stop string cut the token. A cut token becomes known only at the end of
+    the output, when its characters may already have been taken.
     """
 
     last: int
@@ -61,11 +62,11 @@ class ContentLogprobs:
             self._tokens.append(ContentToken(last, is_cut, its_scores))
 
     def take(self, num_characters: int) -> list[ContentToken]:
-        """Return the tokens of the next ``num_characters`` characters of the content.
+        """Return the tokens that end in the next ``num_characters`` characters of the content.
 
-        The parser must have returned these characters. ``last`` of each token is its index among
-        them. Tokens of earlier characters that became known only after those were taken are
-        included; their ``last`` is negative.
+        The parser must have returned these characters. Each token's ``last`` is the index of its
+        last character among them. A token that became known only after its last character was
+        taken is included as well; its ``last`` is negative.
         """
         first = self._num_taken
         self._num_taken = end = first + num_characters

@@ -223,8 +223,9 @@ class Responses:
         ``name`` is empty if only tokens are counted: the conversation may then have an unfinished
         response, for which ConversationLocked is raised otherwise. Raises InvalidRequest if the
         earlier responses cannot be continued, or if the request names both a response and a
-        conversation. Raises UnknownRequest if an earlier response does not exist, UnknownObject if
-        the conversation does not, and LedgerUnavailable.
+        conversation. Raises UnknownRequest if an earlier response does not exist, UnknownModel if
+        its model is no longer served, UnknownObject if the conversation does not exist, and
+        LedgerUnavailable.
         """
         if fields.conversation_id is not None:
             if fields.previous_response_id is not None:

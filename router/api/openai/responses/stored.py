@@ -100,7 +100,11 @@ class StoredResponses:
         self._models = models
 
     async def get(self, caller: Caller, response_id: str) -> StoredResponse:
-        """Return a response. Raises UnknownRequest if there is none, and LedgerUnavailable."""
+        """Return a response.
+
+        Raises UnknownRequest if there is none, InvalidRequest if the id is malformed, UnknownModel
+        if the response's model is no longer served, and LedgerUnavailable.
+        """
         name = response_id.removeprefix(PREFIX)
         live = await self._inference.read(caller, name)
         record = Record.from_bytes(live.request.attachment, live.request.images)
@@ -132,7 +136,11 @@ class StoredResponses:
         return None if record is None else record.created_at
 
     def answer(self, live: LiveRequest, record: Record, after: int = FROM_START) -> ResponseAnswer:
-        """Return a writer of a stored response whose events begin after the number ``after``."""
+        """Return a writer that encodes a stored response for the client; no output is added yet.
+
+        The writer's stream begins after the event with the sequence number ``after``. Raises
+        UnknownModel if the response's model is no longer served.
+        """
         request, name = live.request, strip_tenant(live.request.request_id)
         model = self._models.of(request)
         shown = model.tokenizer.with_special_tokens()
@@ -146,9 +154,10 @@ class StoredResponses:
     async def chain(self, caller: Caller, response_id: str) -> list[StoredResponse]:
         """Return a response and all earlier ones that it continues, the first one first.
 
-        Raises UnknownRequest if one of them is missing, InvalidRequest if they are too many, and
-        LedgerUnavailable. Raises InvalidRequest also if the response belongs to a conversation,
-        because the earlier responses would lack the conversation's other items.
+        Raises UnknownRequest if one of them is missing, UnknownModel if the model of one is no
+        longer served, and LedgerUnavailable. Raises InvalidRequest if the id is malformed, or if
+        there are too many responses. Raises InvalidRequest also if the response belongs to a
+        conversation, because the earlier responses would lack the conversation's other items.
         """
         last = await self.get(caller, response_id)
         if (conversation_id := last.record.conversation_id) is not None:
