@@ -282,7 +282,9 @@ class Sessions:
             self.is_draining = True
             self._engine.drain()
             for sequence in tuple(self._preparing.values()):
-                self._end_unstarted(sequence, Stop.RETURNED)
+                # The end of one that waits for an adapter slot may start others that wait.
+                if self._is_preparing(sequence):
+                    self._end_unstarted(sequence, Stop.RETURNED)
             for key, offset in self._incomplete.items():
                 self._pending.discard(key)
                 self._forward(Outcome(key, offset, (), Stop.RETURNED))
@@ -358,7 +360,10 @@ class Sessions:
     # adapters
 
     def _adapter_problem(self, start: session_pb2.Start) -> str:
-        """Return why this worker cannot compute a start with its adapter; empty if it can."""
+        """Return why this worker cannot serve the adapter that a start requests.
+
+        The text is empty if the worker can serve the adapter, or if the start requests none.
+        """
         adapters = self._limits.adapters
         if not start.adapter:
             return ""
@@ -442,9 +447,10 @@ class Sessions:
     ) -> Sequence | None:
         """Return the sequence of a start that omits its first ``num_chunks`` chunks of tokens.
 
-        ``attempt`` is the attempt to which the start belongs, if known; the start may omit its
-        images. Returns None if an omitted chunk or image is missing at this worker. Raises
-        InvalidRequest if the start is invalid or exceeds the limits.
+        ``attempt`` is the attempt to which the start belongs; None if this worker does not know it.
+        The start may omit the data of images that the attempt has. Returns None if an omitted chunk
+        or image is missing at this worker. Raises InvalidRequest if the start is invalid or exceeds
+        the limits.
         """
         prefix: Prefix | None = NO_PREFIX
         if num_chunks:
@@ -508,7 +514,7 @@ class Sessions:
         self._images.process(sequence, is_wanted, partial(self._processed, sequence))
 
     def _is_preparing(self, sequence: Sequence) -> bool:
-        """Return whether a sequence is still in preparation: not started, ended or aborted."""
+        """Return whether a sequence is in preparation: neither started nor ended nor aborted."""
         return self._preparing.get(sequence.key) is sequence
 
     def _processed(self, sequence: Sequence, result: ProcessedImages | EverliftError) -> None:
