@@ -355,7 +355,11 @@ def expected_logprobs(
 
 
 def _twist(sampling: SamplingParams, num_prompt: int) -> bytes:
-    """Return bytes that are added to the hash; empty without penalties, logit_bias and filters."""
+    """Return what the sampling parameters add to the hash for the next token.
+
+    The result depends on penalties, logit_bias, top_p, top_k, min_p and ``num_prompt``, the number
+    of prompt tokens. The result is empty if all these parameters have their defaults.
+    """
     shape = (
         *(sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty),
         *(sampling.top_p, sampling.top_k, sampling.min_p, sampling.logit_bias),

@@ -223,8 +223,11 @@ class TorchRunner:
         """Start to sample from ``hidden`` on the device, without waiting for the results.
 
         ``hidden`` has the hidden states of the tokens after which tokens are sampled. ``sampling``
-        is None if no row samples. With drafts or scored prompts, returns None on ranks other than
-        0, because they receive the results in ``conclude``.
+        is None if no row samples; the returned results are then empty. Otherwise, ranks other than
+        0 return None if a row has drafts or scored prompts, and receive results in ``conclude``.
+
+        Raises OutOfMemory on all ranks if any of them runs out of memory, and DeviceLost if this
+        rank's device refuses further work.
         """
         if sampling is None:
             # This empty result is awaited too. Otherwise the host would launch all chunks of a long

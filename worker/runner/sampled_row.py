@@ -42,8 +42,8 @@ class SampledSlot:
     def is_plain(self) -> bool:
         """Return whether only temperature and filters affect sampling, and only tokens are needed.
 
-        It is False with penalties, bias, a grammar, allowed or banned tokens, requested log
-        probabilities or an error.
+        The result is False with penalties, bias, a grammar, stop tokens that min_tokens forbids,
+        allowed or banned tokens, requested log probabilities or an error.
         """
         edited = self.bias is not None or self.mask is not None or self.stop_ids is not None
         reported = self.sampling.logprobs is not None or self.error is not None
@@ -89,7 +89,10 @@ class SampledRow:
         return edited or sampling.has_penalties or sampling.has_restrictions
 
     def banned_tokens(self) -> Iterator[tuple[int, int]]:
-        """Yield the sites of this row, with each token that must not be sampled there."""
+        """Yield pairs (site, token): the tokens that would complete a banned sequence at each site.
+
+        Tokens that min_tokens, the grammar or ``allowed_ids`` forbid are not included.
+        """
         if self.slot.banned is not None:
             for index, site in enumerate(self.sites):
                 for token in self.slot.banned.after(self.drafts[:index]):

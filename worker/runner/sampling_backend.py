@@ -8,10 +8,13 @@ vLLM applies min_p before top_k and top_p:
     top_p         of those, the fewest most probable ones that have at least top_p of their mass
     min_p         of those, the ones at least min_p times as probable as the most probable
 
-The mass of the kept tokens is accumulated in the order of token ids. The sampled token is the first
-one at which this mass, relative to its total, exceeds the row's one uniform number
-(``worker.runner.uniform``). Every filter keeps all tokens from some weight upwards. Tokens that are
-tied at this weight are thus all kept, and the result does not depend on a sorting order.
+A token's weight is exp(logit / temperature), up to a factor that is equal for the whole row; a mass
+is a sum of weights. The mass of the kept tokens is accumulated in the order of token ids. The
+sampled token is the first one at which this mass, relative to its total, exceeds the row's one
+uniform number (``worker.runner.uniform``).
+
+Every filter keeps all tokens from some weight upwards. Tokens that are tied at this weight are thus
+all kept, and the result does not depend on a sorting order.
 """
 
 from __future__ import annotations
@@ -124,9 +127,13 @@ def _invert_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
 def filter_thresholds(weights: Tensor, filters: NDArray[np.float64]) -> Tensor:
     """Return the smallest of each row's ``weights`` [n, vocab] that its filters keep, [n, 1].
 
-    ``filters`` [n, 4] are temperature, top_k, top_p and min_p. Only the largest weights of each row
-    are examined first. If the smallest of them is not kept, no smaller weight is kept either. Rows
-    for which this is not certain are examined again with all their weights.
+    ``weights`` are exp((logit - largest logit of the row) / temperature), so the largest is 1.
+    ``filters`` [n, 4] are temperature, which is ignored, and top_k, top_p and min_p, in the form
+    of SamplingMetadata.
+
+    Only the largest weights of each row are examined first. No smaller weight is kept if the
+    smallest of them is not. Rows for which this is not certain are examined again with all their
+    weights.
     """
     vocab = weights.shape[1]
     total = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)

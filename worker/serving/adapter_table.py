@@ -7,9 +7,10 @@ longest ago. The version waits if all slots are in use; waiting versions get slo
 which they began to wait.
 
 One slot is closed for each waiting version. New sequences for the version in a closed slot wait as
-well, unless they lack its source; their version queues behind the versions that already wait. The
-closed slot becomes unused when its present sequences have ended. No version thus waits forever
-while others are in constant use.
+well, and their version queues behind the versions that already wait. The closed slot becomes unused
+when its present sequences have ended. No version thus waits forever while others are in constant
+use. New sequences that lack the version's source are an exception: they use the closed slot and
+prolong its use, because the version could not be loaded again for them.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ class WorkerDeployment:
 
         Serve calls this right after ``__init__``, and again for each changed user_config. Raises
         ValueError for an unknown log level, UnusableInterpreter if Ray cannot start ranks with the
-        setting ``python``, Refused if the router refuses the worker, and RayError
-        if a rank fails while it starts.
+        setting ``python``, and Refused if the router refuses the worker. Raises RayError if a rank
+        fails while it starts, or has ended before a later call.
         """
         level = user_config["log_level"]
         logs.set_level(level)

@@ -41,8 +41,9 @@ class EngineThread:
     ``connect`` connects this rank with the others. The attribute ``links`` has its result, which
     the creator of this object must close after the thread has ended. ``inbox`` has the orders to
     the engine. ``report`` and ``announce`` are called in the thread, as LeadingLoop describes.
-    ``startup`` records the durations of the parts of the start. ``on_failure`` is called in any
-    thread with the cause if the engine can run no further step, even while it has no work.
+    ``startup`` records the durations of the parts of the start. Only the vLLM engine calls
+    ``on_failure``, in any thread and with the cause, if it can run no further step, even while it
+    has no work.
 
     The result of the future ``ready`` is the engine, set before its first step. The future
     ``ended`` is done when the thread ends, with None or the error that ended it. An error before

@@ -32,8 +32,8 @@ class ImageQueue:
     ) -> None:
         """Process the images of a sequence; call ``done`` later with the result or an error.
 
-        ``is_wanted`` is called in another thread before that. If it returns False, the images are
-        not processed, and ``done`` is not called.
+        The queue's thread calls ``is_wanted`` right before the processing. The images are not
+        processed, and ``done`` is not called, if the result is False.
         """
         loop = asyncio.get_running_loop()
 

@@ -28,9 +28,10 @@ class UnusableInterpreter(RuntimeError):
 
 
 def check_interpreter(python: str, ray: str) -> None:
-    """Check that ``python`` has this interpreter's version, and version ``ray`` of Ray.
+    """Check that another interpreter has this one's version of Python and the Ray version ``ray``.
 
-    Raises UnusableInterpreter.
+    ``python`` is the path or command of the other interpreter. Raises UnusableInterpreter if the
+    command fails, Ray is missing, or a version differs.
     """
     try:
         found = subprocess.run(

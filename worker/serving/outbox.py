@@ -106,7 +106,11 @@ class Outbox:
         self._prefilled.append(epoch)
 
     def add_chunks(self, device: Mapping[int, bool], host: Mapping[int, bool]) -> None:
-        """Report changes of the prefix cache in the next frame: whether chunks are cached now."""
+        """Report changes of the prefix cache in the next frame.
+
+        ``device`` and ``host`` map the ids of changed chunks to whether they are cached now, in the
+        device's memory and in the host's.
+        """
         self._device_chunks.update(device)
         self._host_chunks.update(host)
 

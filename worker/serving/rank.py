@@ -89,11 +89,11 @@ _NO_MODELS: Mapping[str, WorkerConfig] = {}
 class Rank:
     """Rank number ``rank`` of ``config.num_ranks`` ranks; all calls come from one event loop.
 
-    With several ranks, rank 0's ``open`` is called first, and returns the ``rendezvous`` for the
-    others. Then all ranks must be started at the same time, because they wait for each other.
+    Rank 0's ``open`` is called first if there are several ranks, and returns the ``rendezvous`` for
+    the others. All ranks must then be started at the same time, because they wait for each other.
 
-    A worker changes its model by ending all its ranks in order. In each process, ``successor`` then
-    returns the rank to start next.
+    A worker changes its model by ending all its ranks without an error. ``successor`` then returns
+    the rank to start next in each process.
     """
 
     def __init__(
@@ -298,9 +298,10 @@ class Rank:
         self._change = self._loop.create_task(self._change_model(model))
 
     async def _change_model(self, model: str) -> None:
-        """Make the model's files available, return all sequences to their routers, and end.
+        """Make the files of ``model`` available, return all sequences to their routers, and end.
 
-        The worker goes on serving its model until the files are there, and if they are not.
+        The worker serves its present model until those files are available. A failure to prepare
+        the change is logged and reported to the routers, and the worker keeps its present model.
         """
         assert self._server is not None and self._sessions is not None
         assert self._thread is not None
@@ -429,10 +430,11 @@ class Rank:
         self._loop.call_soon_threadsafe(self._server.deliver, report)
 
     def _announce(self, first: FirstSteps) -> None:
-        """Notify routers of sequences whose first step is about to run, from the engine's thread.
+        """Notify routers of sequences whose first step is about to run.
 
-        Wait up to ``CONFIRM_S`` seconds until the routers have confirmed the sequences for which
-        that is required: those that lost a worker since their last new token.
+        The engine's thread calls this method, which waits up to ``CONFIRM_S`` seconds until the
+        routers have confirmed all sequences in ``first.to_confirm``. Confirmation is required for
+        sequences that lost a worker since their last new token.
         """
         assert self._server is not None, "the engine runs a step only after it received an order"
         confirmed = threading.Event()

@@ -27,10 +27,10 @@ def end_with_rank() -> None:
 
 
 def unlink_segments() -> None:
-    """Remove the names of the shared-memory segments that this process has opened.
+    """Remove the names of the shared-memory segments that vLLM and OpenMP opened in this process.
 
-    Call it once all processes that share the segments have opened them. Otherwise a segment would
-    stay after all of them have been killed.
+    Call this function only after all processes that share the segments have opened them. A segment
+    that keeps its name would remain after all these processes have been killed.
     """
     for line in Path("/proc/self/maps").read_text().splitlines():
         _, found, name = line.partition(f"{_SHARED_MEMORY}/{_SEGMENT}")

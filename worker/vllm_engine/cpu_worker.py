@@ -38,7 +38,10 @@ class _PositionGenerator(torch.Generator):
 
 
 class _ContinuedState(CachedRequestState):
-    """State of a request in vLLM's runner, whose output includes what it had when it was queued."""
+    """State of a request in vLLM's runner, including the output that the request was queued with.
+
+    The generator of a seeded request is replaced by a _PositionGenerator.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -62,7 +62,11 @@ class VllmImages:
 
 
 def _decoded(number: int, image: Image) -> Any:
-    """Return the pixels of an image. Raises InvalidRequest, which names its ``number``."""
+    """Return an image as a decoded RGB image of PIL.
+
+    Raises InvalidRequest, which names ``images[number]``, if the image cannot be decoded or has
+    more than MAX_PIXELS pixels.
+    """
     name = f"images[{number}]"
     try:
         with PIL.Image.open(BytesIO(image.data), formats=_FORMATS) as opened:
