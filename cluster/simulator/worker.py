@@ -38,8 +38,10 @@ _MAX_UNIFORM_STEPS = BLOCK_SIZE
 class SimulatedWorker:
     """Worker in virtual time that reports to the router by calling ``send`` with a frame.
 
-    It sends a frame when it receives a request, after each step, and when it has sent none for
-    ``config.heartbeat`` seconds. With ``one_by_one`` every step is scheduled separately.
+    The worker sends a frame when it receives a request, after each step, and when it has sent none
+    for ``config.heartbeat`` seconds. Consecutive steps that only decode the same sequences are
+    scheduled together, unless ``one_by_one`` is true. Each of them still takes its own time and
+    sends its own frame.
     """
 
     def __init__(

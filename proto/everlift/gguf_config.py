@@ -159,9 +159,10 @@ class _Model:
         return value
 
     def number(self, key: str, default: Any = _REQUIRED) -> Any:
-        """Return the positive number that ``value`` returns, or ``default``.
+        """Return the positive number under ``key``, or ``default`` if the file lacks the key.
 
-        Raises the errors of ``value``, and BadGguf for anything but a finite positive number.
+        The method ``value`` looks it up. Raises the errors of ``value``, and BadGguf if the file
+        has anything but a finite positive number.
         """
         value = self.value(key, default)
         if value is not default and not (

@@ -28,11 +28,11 @@ class _Session(NamedTuple):
 
 
 class AttainedService:
-    """Attained service by session, and ranks of requests by it; ``now`` is in seconds.
+    """Attained service of each session, by which requests are ranked; ``now`` is in seconds.
 
-    ``prompt_token`` and ``output_token`` are the costs of a prompt and of an output token. A new
-    leader knows no attained service, so its order is initially fifo. Operations are
-    O(1) amortised, except for a search among the last 1,024 requests.
+    Each prompt token costs ``prompt_token``, and each output token costs ``output_token``. A new
+    leader knows no attained service, so its order is initially fifo. Operations are O(1)
+    amortised, except that ``ranked`` also searches among the last 1,024 requests.
     """
 
     def __init__(self, prompt_token: float, output_token: float) -> None:

@@ -214,10 +214,10 @@ class Classes:
         return highest
 
     def highest(self, ledger_now: float | None) -> Queued | None:
-        """Return the next request of the highest class; None if there is no request to dispatch.
+        """Return the next request of the highest class that has a request which is not parked.
 
-        Classes in which all requests are parked are skipped. The credit of lower classes is
-        ignored.
+        The result is None if no request is queued or all queued ones are parked. The credit with
+        which a lower class may go before a higher one (see Classes) is ignored.
         """
         return next(self._heads(ledger_now), _NONE_QUEUED)[1]
 
@@ -440,10 +440,10 @@ class AdmissionQueue:
         return _waiting(self._classes.head(ledger_now))
 
     def peek_highest(self, ledger_now: float) -> Waiting | None:
-        """Return the next request of the highest class; None if there is no request to dispatch.
+        """Return the next request of the highest class that has a request which is not parked.
 
-        Classes in which all requests are parked are skipped. The credit of lower classes is
-        ignored.
+        The result is None if no request is queued or all queued ones are parked. The credit with
+        which a lower class may go before a higher one (see Classes) is ignored.
         """
         return _waiting(self._classes.highest(ledger_now))
 

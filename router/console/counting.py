@@ -101,9 +101,9 @@ def _tenant_prompts(counts: session_pb2.Counts) -> Iterator[tuple[str, Prompts]]
 class Aggregates:
     """Sums and percentiles of the counters of all routers.
 
-    ``router_id`` is this router's id. Its failures and prompts are counted from its start, those of
-    another router from that router's first report. ``bounds`` maps the names of histograms to the
-    upper bounds of their buckets.
+    ``router_id`` is this router's id. Failures and prompts of this router are counted from its
+    start. Failures and prompts of any other router are counted from its first report, so earlier
+    ones are left out. ``bounds`` maps the names of histograms to the upper bounds of their buckets.
     """
 
     def __init__(self, router_id: str, bounds: Mapping[str, Sequence[float]]) -> None:

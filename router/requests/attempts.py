@@ -668,7 +668,8 @@ def _has_logprobs(live: LiveRequest, progress: session_pb2.Progress) -> bool:
 def _has_tops(logprobs: Sequence[pb.TokenLogprobs], num_top: int | None) -> bool:
     """Return whether each token of ``logprobs`` has exactly ``num_top`` alternatives.
 
-    If ``num_top`` is None, no log probabilities are requested, and ``logprobs`` must be empty.
+    ``num_top`` is None if no log probabilities are requested. The result is then True only if
+    ``logprobs`` is empty.
     """
     return all(len(it.top_ids) == len(it.top_logprobs) == num_top for it in logprobs)
 

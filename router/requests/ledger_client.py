@@ -257,10 +257,11 @@ def _acknowledged(live: LiveRequest) -> tuple[int, ...]:
 
 
 def _has_all(entry: Entry, acknowledged: tuple[int, ...]) -> bool:
-    """Return whether ``entry`` has at least the acknowledged moves, tokens and ends.
+    """Return whether each count of ``entry`` is at least the one in ``acknowledged``.
 
-    Return False for another number of choices: the entry then belongs to an older request that had
-    the same id.
+    ``acknowledged`` is a result of ``_acknowledged``: the number of moves (state changes), then the
+    tokens of each choice, then for each choice whether it has ended. Return False for another
+    number of choices: the entry then belongs to an older request that had the same id.
     """
     has = (entry.moves, *entry.num_tokens, *map(bool, entry.finish_reasons))
     return len(has) == len(acknowledged) and all(map(ge, has, acknowledged))

@@ -95,8 +95,9 @@ class Operand:
     def of_quantised(cls, weight: Quantised) -> Operand:
         """Return the operand for ``weight``, whose codes are reordered in place.
 
-        Raises UnsupportedModel unless the format's group length, if any, is a multiple of 16. The
-        same is required of the number of the first group's inputs that this rank does not hold.
+        Raises UnsupportedModel unless the format's group length, if any, is a multiple of 16. If
+        this rank holds only a part of its first group, the number of the group's other inputs must
+        be a multiple of 16 too.
         """
         groups, form = weight.groups, weight.format
         inputs, length = len(groups.places), form.group or 0
@@ -128,7 +129,11 @@ class Operand:
         )
 
     def addresses(self, bias: Tensor | None) -> list[int]:
-        """Return the addresses of codes, scales, zero points and ``bias``, for a table."""
+        """Return the addresses of codes, scales, zero points and ``bias``, in this order.
+
+        The address of a part that is None is 0. The result is one expert's row in the table of
+        addresses that multiply_tiles reads.
+        """
         parts = self.codes, self.scales, self.zeros, bias
         return [0 if part is None else part.data_ptr() for part in parts]
 

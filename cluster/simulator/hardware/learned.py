@@ -1,4 +1,4 @@
-"""Kind of worker from the step times that a running cluster learned."""
+"""Export of a running cluster's kind of worker, with the learned step times, to a kind file."""
 
 from __future__ import annotations
 
