@@ -77,22 +77,16 @@ class Endpoint:
                 if data == _DONE:
                     received.is_finished = True
                     return
-                self._add(received, json.loads(data))
+                for piece in _pieces(json.loads(data)):
+                    received.text += piece
+                    received.num_pieces += 1
+                    received.on_piece()
                 if break_after is not None and received.num_pieces >= break_after:
                     return
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, _Failed) as error:
             received.error = str(error) or type(error).__name__
             return
         received.error = "the stream ended without [DONE]"
-
-    def _add(self, received: Received, chunk: Any) -> None:
-        if "error" in chunk:
-            raise _Failed(str(chunk["error"]))
-        for choice in chunk.get("choices", ()):
-            if piece := (choice.get("delta") or {}).get("content"):
-                received.text += piece
-                received.num_pieces += 1
-                received.on_piece()
 
     async def _events(
         self, body: Mapping[str, Any], headers: Mapping[str, str]
@@ -115,6 +109,20 @@ class Endpoint:
                     event_id = text[3:].strip()
                 elif text.startswith("data:"):
                     yield event_id, text[5:].strip()
+
+
+def _pieces(chunk: Any) -> list[str]:
+    """Return the texts of a chat's chunk. Raises _Failed if it is an error, or no chunk."""
+    try:
+        if error := chunk.get("error"):
+            raise _Failed(str(error))
+        deltas = [choice.get("delta") or {} for choice in chunk.get("choices") or ()]
+        texts = [delta.get("content") or "" for delta in deltas]
+    except (AttributeError, TypeError):
+        raise _Failed("the data of an event is not a chunk of a chat") from None
+    if not all(isinstance(text, str) for text in texts):
+        raise _Failed("the content of a chunk is not a text")
+    return [text for text in texts if text]
 
 
 class _Failed(Exception):

@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 from cluster.cli import app
 
 WORDS = [f"{number} " for number in range(20)]
+#: Data of an event that is not a chunk of a chat.
+MALFORMED = ("[1]", '{"choices": [3]}', '{"choices": [{"delta": {"content": [1]}}]}', "{")
 
 
 class FakeEndpoint:
@@ -47,6 +49,9 @@ class FakeEndpoint:
                     await response.write(b'data: {"error": {"message": "gone"}}\n\n')
                     return response
                 if fault == "ends":
+                    return response
+                if fault in MALFORMED:
+                    await response.write(f"data: {fault}\n\n".encode())
                     return response
                 words = {
                     "repeats": [*words[:5], *words[3:]],
@@ -120,6 +125,7 @@ async def test_endpoint_without_event_ids_restarts(tmp_path: Path) -> None:
         ("repeats", "repeated"),
         ("restarts", "restarted"),
         ("changes", "changed"),
+        *((data, "lost") for data in MALFORMED),
     ],
 )
 async def test_fault_after_a_kill_is_found(fault: str, expected: str, tmp_path: Path) -> None:
