@@ -101,6 +101,7 @@ async def test_stream_continues_when_its_worker_is_killed(config: Config) -> Non
         assert cluster.workers[victim].worker_id != before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)]
 )

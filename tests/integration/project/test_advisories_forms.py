@@ -67,6 +67,7 @@ async def test_malformed_regex_fails_only_its_request() -> None:
         await check(fronts, over_each("regex", texts))
 
 
+@pytest.mark.long
 async def test_malformed_json_schema_fails_only_its_request() -> None:
     texts = {
         "no JSON": '{"type":',
@@ -86,6 +87,7 @@ async def test_malformed_json_schema_fails_only_its_request() -> None:
         await check(fronts, cases)
 
 
+@pytest.mark.long
 async def test_malformed_or_endless_ebnf_fails_only_its_request() -> None:
     texts = {
         "itself": "root ::= root",

@@ -276,6 +276,7 @@ async def test_killed_renderer_is_restarted(tmp_path: Path) -> None:
         assert await template.render(chat_turns(HELLO), None) == "hello is fine"
 
 
+@pytest.mark.long
 async def test_frozen_renderer_is_terminated_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,6 +364,7 @@ async def test_renderer_process_is_sandboxed(
         assert int(soft["Max address space"]) < 1 << 30
 
 
+@pytest.mark.long
 def test_renderer_exits_with_killed_router(tmp_path: Path) -> None:
     """Also while it renders; who starts it here is killed."""
     program = """

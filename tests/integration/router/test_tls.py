@@ -406,6 +406,7 @@ async def command(*arguments: str, **environ: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+@pytest.mark.long
 async def test_cli_commands_reach_cluster_over_tls(files: Files, tmp_path: Path) -> None:
     config = settings_of(
         files, tmp_path, "num_routers=2", "num_workers=2", "worker.tensor_parallel=2"

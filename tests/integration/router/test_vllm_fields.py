@@ -166,6 +166,7 @@ async def test_prompt_ids_of_many_choices_are_limited() -> None:
         assert (answer.status, answer.error) == (400, ("out_of_range", "return_token_ids"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_text", [True, long(False)])
 async def test_prompt_is_truncated_to_its_end(is_text: bool) -> None:
     ids = [65 + i % 26 for i in range(3000)]

@@ -83,7 +83,7 @@ def mixed() -> list[Step]:
 
 
 @pytest.mark.parametrize("attention", [choose_attention, long(ReferenceAttention)])
-@pytest.mark.parametrize("steps", [whole, long(chunked), long(decoded), mixed])
+@pytest.mark.parametrize("steps", [long(whole), long(chunked), long(decoded), mixed])
 def test_family_logits_match_transformers(
     steps: Callable[[], list[Step]],
     attention: Callable[[KVCache], AttentionBackend],

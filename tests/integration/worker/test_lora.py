@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.integration.worker.test_families import chunked, decoded, mixed, sequences, whole
-from tests.support.example_counts import long
+from tests.support.example_counts import long, one_in
 from tests.support.worker.decoder_steps import Step, SteppedDecoder
 from tests.support.worker.families import (
     CHECKPOINTS,
@@ -65,7 +65,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=NAMES, scope="module")
+@pytest.fixture(params=one_in(2, NAMES), ids=NAMES, scope="module")
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     checkpoint = CHECKPOINTS[request.param]
     model = save_family(tmp_path_factory.mktemp("model"), checkpoint)
@@ -82,7 +82,7 @@ def expected(saved: Saved) -> list[Tensor]:
     return [all_logits(models[name], sequence) for name, sequence in pairs]
 
 
-@pytest.fixture(params=["compiled", "layer by layer", "torch"])
+@pytest.fixture(params=["compiled", "layer by layer", long("torch")])
 def stepped(
     request: pytest.FixtureRequest, saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> SteppedDecoder:

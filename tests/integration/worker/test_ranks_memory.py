@@ -21,7 +21,7 @@ from torch import Tensor
 from everlift.sampling import SamplingParams
 from tests.integration.worker.test_captured_ranks import Looking
 from tests.integration.worker.test_parallel import gloo, on_ranks
-from tests.support.example_counts import long
+from tests.support.example_counts import long, one_in
 from tests.support.worker.families import CHECKPOINTS, save_family
 from tests.support.worker.llama_support import SIZES, save_llama
 from tests.support.worker.torch_engine import Job, TorchEngine, outputs
@@ -224,7 +224,7 @@ class Noted(Group):
 
 
 @pytest.mark.parametrize("dtype", [long(torch.float32), torch.bfloat16])
-@pytest.mark.parametrize("family", CHECKPOINTS)
+@pytest.mark.parametrize("family", one_in(2, CHECKPOINTS))
 def test_decoder_collectives_match_its_declared_exchange(
     family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from everlift.hashes import CHUNK_SIZE
 from everlift.v1 import chaos_pb2, session_pb2
+from tests.support.example_counts import long
 from tests.support.router.session_support import Router
 from tests.support.worker.worker_support import prompt, shortened, start, tensor_parallel
 from worker.config import WorkerConfig
@@ -29,7 +30,7 @@ CHILD = Path(__file__).with_name("worker_rank_child.py")
 ROOT = CHILD.parents[2]
 CONFIG = tensor_parallel(2)
 in_steps_and_ahead = pytest.mark.parametrize(
-    "config", [CONFIG, tensor_parallel(2, ahead=True)], ids=["in steps", "ahead"]
+    "config", [long(CONFIG), tensor_parallel(2, ahead=True)], ids=["in steps", "ahead"]
 )
 
 

@@ -208,6 +208,7 @@ async def test_page_is_accessible_in_every_theme_and_width(
             await check_readable(page, "console")
 
 
+@pytest.mark.long
 async def test_page_shows_autoscaler_decisions_with_reasons(
     parts: Cluster, url: str, chromium: Browser
 ) -> None:
@@ -241,6 +242,7 @@ async def test_page_lists_recent_requests_and_opens_clicked_one(
         await expect(page.locator("#request-answer")).to_contain_text("story-1")
 
 
+@pytest.mark.long
 async def test_page_bar_width_matches_value(parts: Cluster, url: str, chromium: Browser) -> None:
     async with Load(parts.address) as load:
         for number in range(12):
@@ -328,6 +330,7 @@ def _note_body(request: Request, sent: list[dict[str, Any]]) -> None:
         sent.append(request.post_data_json)
 
 
+@pytest.mark.long
 async def test_page_prompt_without_template_is_single_and_stoppable(
     parts: Cluster, url: str, chromium: Browser
 ) -> None:
@@ -407,6 +410,7 @@ async def test_page_ignores_late_response_to_earlier_lookup(url: str, chromium: 
         await expect(answer).to_contain_text("no request second")
 
 
+@pytest.mark.long
 async def test_page_selects_workers_by_keyboard(
     parts: Cluster, url: str, chromium: Browser
 ) -> None:
@@ -440,6 +444,7 @@ async def test_page_clears_worker_details_when_worker_leaves(
         await expect(page.locator("#worker-line")).to_have_text("")
 
 
+@pytest.mark.long
 async def test_page_policy_reset_discards_unsaved_input(url: str, chromium: Browser) -> None:
     async with opened(chromium, url) as page:
         ageing_factor = page.locator("#policy-ageing_factor")
