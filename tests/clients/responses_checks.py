@@ -322,12 +322,14 @@ def test_input_tokens_equal_the_usage(client: OpenAI) -> None:
 
 def test_long_conversation_is_truncated_if_asked(client: OpenAI) -> None:
     filler = [{"role": "user", "content": "word " * 200}, {"role": "assistant", "content": "ok"}]
-    items = [*filler * 12, {"role": "user", "content": "say:Still here."}]
-    request = saying("", max_output_tokens=20) | {"input": items}
-    with pytest.raises(openai.BadRequestError):
-        client.responses.create(**request)
-    response = client.responses.create(**request, truncation="auto")
-    assert response.output_text.startswith("Still here.")
+    answer = {"role": "assistant", "content": "word " * 4000}
+    for earlier in (filler * 12, [answer]):
+        items = [*earlier, {"role": "user", "content": "say:Still here."}]
+        request = saying("", max_output_tokens=20) | {"input": items}
+        with pytest.raises(openai.BadRequestError):
+            client.responses.create(**request)
+        response = client.responses.create(**request, truncation="auto")
+        assert response.output_text.startswith("Still here.")
 
 
 def test_invalid_fields_are_named(client: OpenAI) -> None:

@@ -43,6 +43,8 @@ from router.requests.tokenizer import ServedModel
 
 #: Maximum number of attempts to add a response to a conversation that changes meanwhile.
 _MAX_TRIES = 8
+#: Roles of the messages that stay when a conversation is truncated.
+_SYSTEM = ("system", "developer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +277,9 @@ class Responses:
         System messages stay, and so does everything from the last turn of the user on. Raises
         PromptTooLong if that does not fit. The number of turns to omit is found by bisection.
         """
-        starts = [i for i, turn in enumerate(conversation.turns) if turn.role == "user"][1:]
+        roles = [turn.role for turn in conversation.turns]
+        first = next((i for i, role in enumerate(roles) if role not in _SYSTEM), 0)
+        starts = [i for i, role in enumerate(roles) if role == "user" and i > first]
         low, high = 0, len(starts)
         best: RenderedChat | None = None
         while low <= high:
@@ -320,7 +324,7 @@ async def _conversation(fields: InputTokensFields, earlier: Sequence[Turn]) -> C
 def _without(conversation: Conversation, start: int) -> Conversation:
     """Return a conversation without the turns before number ``start``, except system messages."""
     turns = conversation.turns
-    system = tuple(turn for turn in turns[:start] if turn.role in ("system", "developer"))
+    system = tuple(turn for turn in turns[:start] if turn.role in _SYSTEM)
     return Conversation(
         system + turns[start:],
         conversation.tools,
