@@ -45,12 +45,13 @@ async def connected(
     """Context manager: check that a cluster answers, and yield a client of it.
 
     ``address`` lists routers, separated by commas; None is the cluster on this machine. The
-    client retries calls for ``retry_s`` seconds after a refusal for lack of capacity or quota, and
-    single calls also while no router answers. The check is not retried. ``key`` replaces the API
-    key of the environment.
+    client retries any call for ``retry_s`` seconds after a refusal for lack of capacity or quota.
+    Calls other than streams are also retried for ``retry_s`` seconds while no router answers. The
+    check is not retried. ``key`` replaces the API key of the environment.
 
     Raises Unreachable if no router answers, Unauthenticated if the API key is missing or unknown,
-    and SettingsError for invalid settings in the environment. The messages say what to do.
+    and SettingsError for an invalid ``key`` or invalid settings in the environment. The messages
+    say what to do.
     """
     routers, used_key = addresses(address), key or api_key()
     await _probe(routers, used_key)

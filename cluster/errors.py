@@ -18,7 +18,8 @@ class BatchFailed(Exception):
 class VerificationFailed(Exception):
     """Raised if ``everlift verify`` cannot carry out its checks of an OpenAI endpoint.
 
-    The message is the cause. Output that a disturbance changes is a result, not an error.
+    The message is the cause. An output that is lost or changed by a broken connection or a
+    killed process is a result of the checks, and does not raise this error.
     """
 
 

@@ -74,9 +74,10 @@ def rank_environment(
     briefly, because spinning takes cores from all other processes. Numpy is kept from starting
     threads of its own, which would prevent forking.
 
-    Variables for vLLM load the libraries of its environment that make it faster on CPUs. The
-    threads of vLLM are bound to ``cores``, the cores of all ranks of the worker, if ``cores`` is
-    not empty and the libraries exist.
+    Further variables, only for the engine vLLM, preload libraries that make vLLM faster on CPUs, if
+    vLLM's Python environment has them. The threads of vLLM are then bound to ``cores``, the cores
+    of all ranks of the worker, unless ``cores`` is empty. A further variable that is already set
+    keeps its value.
     """
     return {
         **WAITING,

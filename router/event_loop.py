@@ -46,8 +46,8 @@ async def report() -> None:
 async def wait(call: asyncio.Future[Any], seconds: float) -> bool:
     """Wait until ``call`` ends, or until ``seconds`` have passed; return whether it has ended.
 
-    Most of the time for which the event loop stalls is not counted as waiting time. The wait
-    consists of six intervals, and an interval is repeated if it ends late by at least its length.
+    The wait consists of six equal intervals, and an interval is repeated if it ends late by at
+    least its length. A stall of the event loop thus counts as at most one interval of waiting time.
     """
     loop = asyncio.get_running_loop()
     interval = seconds / _INTERVALS
@@ -63,8 +63,8 @@ async def wait(call: asyncio.Future[Any], seconds: float) -> bool:
 class Expiry:
     """Timer that lets the asyncio.Timeout ``limit`` expire after ``seconds``.
 
-    The expiry comes another 0.25 s later if the event loop reaches that time at least 0.25 s late.
-    Answers that have arrived meanwhile are thus read first.
+    The timer waits another 0.25 s, once, if the event loop runs it at least 0.25 s late. Answers
+    that have arrived meanwhile are thus read first.
     """
 
     def __init__(self, limit: asyncio.Timeout, seconds: float) -> None:

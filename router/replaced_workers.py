@@ -8,12 +8,12 @@ from everlift.v1.session_pb2 import ClusterLoad
 
 
 def replaced_workers(replaced: ClusterLoad, models: Collection[str]) -> dict[str, int]:
-    """Return, for each model of the new cluster, how many workers of the old one it replaces.
+    """Return how many workers of the old cluster each model of the new cluster replaces.
 
     ``replaced`` is the load of the old cluster, and ``models`` are the models of the new one. A
-    model of both clusters replaces its own workers. Each model that only the new cluster serves may
-    receive the requests of all models that only the old one serves. The number for such a model
-    thus includes the workers of all of these.
+    model of both clusters replaces its own workers. Each other model of the new cluster may receive
+    the requests of all models that only the old cluster serves. The number for such a model is thus
+    the sum of those models' workers.
     """
     dropped = sum(load.workers for name, load in replaced.models.items() if name not in models)
     return {

@@ -74,9 +74,10 @@ class QueuePolicy:
         return decision.workers, {}
 
     def _warn_if_missing(self, report: LoadReport | None, load: ClusterLoad | None) -> None:
-        """Log an error if ``report`` has models, but ``load``, that of the policy's model, is None.
+        """Log an error if ``report`` has the loads of models, but not that of the policy's model.
 
-        Without ``load`` nothing can be decided. The error is logged once, and again only if the
+        ``load`` is the load of the policy's model in ``report``, or None if it is missing. Nothing
+        can be decided without ``load``. The error is logged once, and again only if the
         condition has ended in between.
         """
         is_missing = report is not None and load is None and len(report.load.models) > 0
@@ -122,9 +123,9 @@ class QueuePolicy:
 def _of_model(model: str, values: Mapping[str, T]) -> T | None:
     """Return the value of the model named ``model``; None if there is none.
 
-    If ``values`` has only one model, its value is returned, whatever its name. The name of a local
-    model is that of its directory or file after symbolic links. Without the model's files, this
-    process may determine another name than the routers.
+    The only value in ``values`` is returned whatever its model's name, because routers may
+    determine another name than this process. Routers name a local model after its directory or
+    file, with symbolic links resolved. A process without the files cannot resolve the links.
     """
     if len(values) == 1:
         [only] = values.values()

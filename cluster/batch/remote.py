@@ -181,9 +181,10 @@ class ClusterBatch:
     async def _retried(self, call: Callable[..., Awaitable[Any]], *arguments: object) -> Any:
         """Call ``call(*arguments)`` until the cluster has room for it, and return the result.
 
-        Refusals for lack of capacity or quota are retried without a time limit, but an unavailable
-        cluster only for RECONNECT_S seconds. Raises the EverliftError of the last attempt after
-        that time, and any error that is neither a refusal nor unavailability.
+        A call refused for lack of capacity or quota is retried without a time limit. If the cluster
+        is unavailable, the call is retried until RECONNECT_S seconds after the first such error.
+        After that time, the EverliftError of the last attempt is raised. Any other error is raised
+        at once.
         """
         retries = Retries(RECONNECT_S, math.inf, random.random)
         while True:

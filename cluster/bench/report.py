@@ -304,8 +304,8 @@ _PERCENTS = (50.0, 90.0, 99.0, 100.0)
 class Lag:
     """Percentiles and maximum of the generator's lag in seconds, and its use of the processor.
 
-    ``cpu_share`` is the share of one core that this process used. ``is_behind`` tells whether the
-    generator was too slow for valid latencies.
+    ``cpu_share`` is the share of one core that this process used. ``is_behind`` is True if the lag
+    or ``cpu_share`` is too large for the measured latencies to be valid.
     """
 
     p50: float

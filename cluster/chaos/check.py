@@ -46,8 +46,8 @@ async def check(
 ) -> Result:
     """Examine every request in ``ledger`` without changing it; return the result.
 
-    Requests that look broken are examined again after ``timeout_s`` seconds. Only findings of both
-    examinations are returned. Raises LedgerUnavailable.
+    Requests that look broken are examined again after ``timeout_s`` seconds. Findings that do not
+    recur in the second examination are left out. Raises LedgerUnavailable.
     """
     audit, living = ledger.audit(), await _living(ledger)
     states: Counter[State] = Counter()

@@ -23,9 +23,9 @@ class ModelChange:
     def joined(self, status: pb.GetStatusResponse) -> str:
         """Return the new id under which a worker on the same host serves ``model``, or "".
 
-        A process that ends during the change is replaced by a process with the model that the
-        worker had when it was started. The returned id may belong to such a replacement, if that
-        model is ``model``.
+        If a worker's process ends during the change, its replacement serves the model with which
+        the ended process was started. The returned id may belong to such a replacement if it
+        serves ``model``.
 
         Raises InvalidRequest if the change failed and the worker still serves its present model.
         Also raises InvalidRequest if another process on the host has joined with another model,

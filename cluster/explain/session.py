@@ -25,7 +25,10 @@ _COLUMNS: Mapping[str, frozenset[int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Request of a session; ``arrived`` is the time of its arrival in seconds."""
+    """Request of a session.
+
+    ``arrived`` is the request's arrival time by the ledger's clock, in seconds since 1970.
+    """
 
     arrived: float
     explanation: pb.Explanation

@@ -1,4 +1,4 @@
-"""Request to an ``LLM``, a model in this process: the messages that start it, and its output.
+"""Start messages and output of a request to an ``LLM``, which is a model in this process.
 
 A Generation corresponds to the router's LiveRequest, but has a single attempt, no ledger and one
 reader.

@@ -1,4 +1,4 @@
-"""Generation of one prompt chunk by chunk, and of many prompts with a limited number at once."""
+"""Streaming of the output for one prompt, and runs of many prompts with limited concurrency."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class CompletionStream(Iterator[Chunk]):
     """Iterator over the chunks of one prompt's output, and context manager that closes it.
 
     ``completion`` is set after the last chunk. The iteration then ends, or raises the error of the
-    request if the request failed.
+    request if the request failed. The iteration raises ClusterFailed if the engine has ended, and
+    Cancelled if the engine was stopped; ``completion`` is then None.
     """
 
     def __init__(self, task: Task, background: Background) -> None:

@@ -42,7 +42,11 @@ def gpus_of_ranks(
 
 
 def ranks_with_gpus(groups: Iterable[WorkerGroup]) -> int:
-    """Return the number of GPUs that all workers of ``groups`` use, if each rank has its own."""
+    """Return the largest number of GPUs that all workers of ``groups`` can use without sharing.
+
+    A worker counts as tensor_parallel GPUs, also with vLLM; a group that uses no GPU counts as 0.
+    The number of workers is the maximum of autoscaling, or the fixed number without it.
+    """
     return sum(each.most_ranks for each in groups if uses_gpus(each))
 
 
@@ -54,8 +58,9 @@ def uses_gpus(group: WorkerGroup) -> bool:
 def visible_gpus(groups: Iterable[WorkerGroup], environment: Mapping[str, str]) -> list[str]:
     """Return the names of the available GPUs, such as ``0``, for use in CUDA_VISIBLE_DEVICES.
 
-    If ``environment`` sets CUDA_VISIBLE_DEVICES, its names are returned. The result is empty if the
-    workers of ``groups`` use no GPU, or if none is found.
+    The result is always empty if the workers of ``groups`` use no GPU. Otherwise ``environment``
+    decides: the names in its CUDA_VISIBLE_DEVICES before the first empty or -1 entry are returned.
+    An unset variable means all GPUs that NVML finds, numbered from 0.
     """
     if not any(map(uses_gpus, groups)):
         return []

@@ -3,8 +3,9 @@
 Command: ``python -m cluster.local.process router`` or ``rank``.
 
     stdin     two lines: the parent's process id, and the start parameters (launch.py)
-    stdout    reports, each a line of JSON: the addresses once it serves, or the cause of a failure;
-              rank 0 of several first reports the rendezvous (launch.py)
+    stdout    reports, each a line of JSON: the addresses once it serves (ranks other than 0: an
+              empty report), or the cause of a failure. Rank 0 of a worker with several ranks first
+              reports the address at which the ranks connect to each other (launch.py).
     stderr    log
 
 SIGTERM stops the process gracefully. SIGUSR1 notifies it that its machine is about to be reclaimed:
@@ -130,7 +131,11 @@ async def _run_model(
     start_reporter: StartReporter,
     stop: asyncio.Event,
 ) -> Rank | None:
-    """Run a rank to its end; return the next rank if the worker changes its model, else None."""
+    """Run a rank until it ends or ``stop`` is set.
+
+    Return a new Rank that serves the worker's next model if the rank ended because the worker
+    changes its model. Otherwise drain the rank and return None.
+    """
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, rank.reclaim)
     try:
         await _first(stop.wait(), _live(rank, launch, send_report, start_reporter))

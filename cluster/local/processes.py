@@ -78,7 +78,7 @@ class ProcessCluster:
 
     @property
     def address(self) -> str:
-        """Address of the first router."""
+        """Address of the first router for gRPC clients."""
         return self.addresses[0]
 
     @property

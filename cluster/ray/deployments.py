@@ -63,7 +63,8 @@ def _router_settings(config: Config) -> dict[str, Any]:
     The result has the log level and, as ``router``, the router's run-time settings. ``num_workers``
     maps the name of each worker deployment to its number of workers, or to None if the model's
     autoscaler decides. ``autoscale`` maps these names to the settings of the autoscalers, without
-    the bounds. Router and autoscaler settings with default values are left out.
+    the bounds on the numbers of workers and routers. Router and autoscaler settings with default
+    values are left out.
     """
     groups = config.groups
     return {

@@ -51,10 +51,11 @@ class Progress:
 
         Args:
             own: Number of running workers of this cluster, by the name of their deployment.
-            total: Number of each deployment's own workers plus the workers of other clusters that
-                the deployment replaces, by its name. The router obtains the number: it adds the
-                connected workers of the deployment's model, no matter of which cluster, and the
-                workers that the deployment replaces in another active cluster.
+            total: Number of workers, by the name of the deployment: its own ones, and those of
+                other clusters that it replaces. The router counts all workers of the deployment's
+                model that are connected to it, including those of other clusters. The workers of an
+                active cluster with separate ledger keys are not connected; the router adds those
+                that the deployment replaces.
             is_complete: Whether all workers that this cluster is to have are running.
             now: Monotonic time in seconds.
         """

@@ -16,9 +16,9 @@ class Sample:
     """State of the cluster at one moment; ``at`` is the virtual time in seconds.
 
     ``queued`` requests are in the router's queue, ``running`` ones have a slot at a worker, and
-    ``waiting`` ones are at a worker without a slot. All fields except ``queued`` cover only the
-    workers that accept requests. The requests of a lost worker are not counted as running, even if
-    the router has not detected the loss yet.
+    ``waiting`` ones are at a worker but have no slot. All fields except ``at`` and ``queued`` cover
+    only the workers that accept requests. The requests of a lost worker count neither as running
+    nor as waiting, even if the router has not detected the loss yet.
     """
 
     at: float

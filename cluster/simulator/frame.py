@@ -17,9 +17,10 @@ class Frame(NamedTuple):
     acknowledges; ``load`` includes these requests. ``outcomes`` are the results of the step for
     sequences that sampled their first or last token or had another change. Every other decoding
     sequence samples one token in each step and has no outcome. Every token has an outcome if steps
-    may leave out decoding sequences (``may_defer``). ``chunks`` states for each prefix chunk that
-    changed whether it is cached now; its key is the name of the chunk's last block, which replaces
-    a hash. ``aborted`` are the epochs that were aborted since the last frame.
+    may leave out decoding sequences (``may_defer``). A request that ends on receipt has an outcome
+    in the frame that acknowledges it. ``chunks`` maps each prefix chunk whose state has changed to
+    whether it is cached now. A chunk is identified by the name of its last block; the product uses
+    the block's hash instead. ``aborted`` are the epochs that were aborted since the last frame.
     """
 
     worker_id: str

@@ -156,11 +156,12 @@ class MultiStepBatch(Batch):
         super().__init__(limits, MultiStepSlotTable(limits))
 
     def num_uniform_steps(self, most: int) -> int:
-        """Return how many steps from now on, at most ``most``, the batch allows to be uniform.
+        """Return how many next steps, at most ``most``, can be uniform according to the batch.
 
-        In these steps there are free blocks for all sequences, no chunk of a prefix is stored in or
-        evicted from the prefix cache, and no sequence reaches one of its limits before the last
-        step.
+        All sequences decode in these steps, and enough blocks are free for them. No prefix chunk is
+        stored in or evicted from the prefix cache, and no sequence reaches one of its limits before
+        the last step. The result is a lower bound; it is 0 if the batch is empty, or if a sequence
+        has to prefill or recompute tokens.
         """
         table = self.slot_table
         if not (steps := min(most, table.num_uniform_steps(), table.num_before_chunk())):

@@ -1,10 +1,10 @@
 """Sequence of a simulated engine: token counts and block names instead of tokens. Pure.
 
-Two blocks are equal if their names are equal, like blocks with equal hashes in the product. A block
-within the shared parts of a prompt is named by the tenant, these parts and the block's index. Any
-other block is named by the block's index and the session, or the request if it has no session.
-Names replace hashes because hashing the tokens of a long prompt would take longer than the rest of
-a simulation.
+Two blocks are equal if their names are equal, like blocks with equal hashes in the product. The
+name of a block within a prompt's shared parts (``Arrival.prefix``) depends on the tenant, the
+block's index, and all parts up to the block's end. Any other name depends on the block's index and
+the session, or on the index and the request if there is no session. Names replace hashes because
+hashing the tokens of a long prompt would take longer than the rest of a simulation.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class SimulatedRequest:
         self.samples_since = step if outcome.tokens and outcome.stop is None else None
 
     def count_sampled(self, step: int) -> None:
-        """Add one output token for each worker step after the last counted one, including ``step``.
+        """Add one output token per worker step not yet counted, up to and including ``step``.
 
         A request for which the worker does not sample a token in every step remains unchanged.
         """

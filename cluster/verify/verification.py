@@ -93,8 +93,9 @@ class Verification:
 
         The second request has the same idempotency key and, if the endpoint sends event ids, the id
         of the last event received. An endpoint without event ids cannot continue the output: it
-        starts the request again. Streams with fewer than ``at`` pieces are left out. Raises
-        VerificationFailed if no stream is left.
+        starts the request again. Streams that finish before ``at`` pieces are left out. A stream
+        that fails before ``at`` pieces is not requested again, and its output so far is judged.
+        Raises VerificationFailed if no stream is left.
         """
 
         async def read(probe: Probe) -> Verdict | None:

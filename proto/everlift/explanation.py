@@ -48,7 +48,7 @@ def state_name(state: pb.RequestState.ValueType) -> str:
 
 
 def continuation_name(continued: pb.Continuation.ValueType) -> str:
-    """Return the name for programs: ``none``, ``exact`` or ``same_distribution``."""
+    """Return the continuation's name for programs: ``none``, ``exact`` or ``same_distribution``."""
     if continued == pb.CONTINUATION_UNSPECIFIED:
         return "none"
     return pb.Continuation.Name(continued).removeprefix("CONTINUATION_").lower()

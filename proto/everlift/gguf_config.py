@@ -401,9 +401,9 @@ def _sliding_pattern(model: _Model) -> Json:
 def _gemma(model: _Model, layers_scaled_by_width: int) -> Json:
     """Return a dict with the keys that the configurations of Gemma 2 and 3 share.
 
-    The inverse square root of ``query_pre_attn_scalar``, one of the keys, scales the queries. The
-    value is the head dimension, except in the 27B variant. A model with ``layers_scaled_by_width``
-    layers is this variant, and has the hidden size divided by the number of heads.
+    The inverse square root of the key ``query_pre_attn_scalar`` scales the queries. The key has the
+    head dimension or, for the 27B variant, the hidden size divided by the number of heads. A model
+    with ``layers_scaled_by_width`` layers is the 27B variant. Raises the errors of ``integer``.
     """
     is_scaled_by_width = model.integer("block_count") == layers_scaled_by_width
     width = model.integer("embedding_length")

@@ -85,9 +85,9 @@ def _convert(path: Path, directory: Path) -> None:
 def write(path: Path, directory: Path) -> None:
     """Convert the GGUF file ``path`` to a Hugging Face model in an existing directory.
 
-    The configuration and the tokenizer's files are written, with a symbolic link to ``path``, which
-    must be absolute. Raises BadGguf if the file is damaged or has no usable tokenizer,
-    UnsupportedGguf for an unsupported model, and OSError if a file cannot be read or written.
+    The configuration and the tokenizer's files are written, with a symbolic link to the resolved
+    ``path``. Raises BadGguf if the file is damaged or has no usable tokenizer, UnsupportedGguf for
+    an unsupported model, and OSError if a file cannot be read or written.
     """
     header = read_gguf_header(path)
     config = config_of(header)

@@ -40,9 +40,9 @@ class Image:
     def checked(cls, data: bytes, name: str) -> Self:
         """Return an image whose format and size are valid; ``name`` is its field's name in errors.
 
-        Raises InvalidRequest if ``data`` is no PNG, JPEG, WebP or GIF file, and OutOfRange if it
-        would take too long to decode: for too many pixels or scans. The rest of the file may still
-        be invalid.
+        Raises InvalidRequest if ``data`` is no PNG, JPEG, WebP or GIF file, or its header is
+        invalid or gives no pixels. Raises OutOfRange for too long a side, or for so many pixels or
+        scans that decoding would take too long. The rest of the file may still be invalid.
         """
         width, height = _size(data, name)
         if width < 1 or height < 1:

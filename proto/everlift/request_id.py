@@ -70,7 +70,7 @@ def shard_key(request_id: str) -> str:
 
 
 def is_named(request_id: str) -> bool:
-    """Return whether the client chose ``request_id``, with or without a tenant."""
+    """Return whether the client chose ``request_id``, which may begin with a tenant's name."""
     return not strip_tenant(request_id).startswith(_UNNAMED_PREFIX)
 
 

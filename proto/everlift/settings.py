@@ -325,9 +325,10 @@ class Keys:
         return next(iter(near or get_close_matches(path, keys, 1)), None)
 
     def _named_as(self, path: str) -> Mapping[str, Any]:
-        """Return the types of all settings by path, with a name for each user-named section.
+        """Return the types of all settings by path, with a name in place of the "*" in a path.
 
-        The name is the one that ``path`` contains for the section, or NAME if it contains none.
+        The "*" stands for a section that the user names. The name is the one at the same place in
+        ``path``, or NAME if ``path`` does not lead to that place.
         """
         return {_named_key(key, path): hint for key, hint in self._types.items()}
 

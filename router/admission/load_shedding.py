@@ -7,8 +7,9 @@
 
 The columns are the request's state, the condition for its rejection, and the error that the client
 receives, with the settings that enable this rejection in parentheses. A class is a priority class.
-A request that has been dispatched to a worker is never rejected. The longest wait of a request is
-fixed when the leader receives it, by the settings in effect then. A new leader fixes it again.
+A request that has been dispatched to a worker is never rejected. The time limit for the wait of a
+request is fixed when the leader receives the request, by the settings in effect then. A new leader
+fixes the limit again.
 """
 
 from __future__ import annotations

@@ -613,7 +613,7 @@ class ModelQueue:
         self._spared[running.request_id] = now + _SPARED_S
 
     def prune(self, now: float) -> None:
-        """Drop outdated exemptions from eviction and moves, and outdated reservations for output.
+        """Drop expired exemptions from eviction and from moves, and outdated output reservations.
 
         The call also reports a completed handover to ``FairShare.handover_ended``.
         """

@@ -50,10 +50,10 @@ class Parked:
 class Parking:
     """Parked requests of each worker, in the order in which they were parked.
 
-    A parked request stays in the admission queue, outside its order. The caller must call
-    ``remove`` when it leaves the queue. ``workers``, ``keep`` and ``release`` take O(n) time for n
-    parked requests, and ``expire`` O(log n) for each ended wait. Other operations take amortised
-    O(log n) time.
+    A parked request stays in the admission queue, but has no place in the queue's order. The caller
+    must call ``remove`` when the request leaves the queue. ``workers``, ``keep`` and ``release``
+    take O(n) time for n parked requests, and ``expire`` O(log n) for each ended wait. Other
+    operations take amortised O(log n) time.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,10 @@ class Parking:
         return self._ahead.get(worker_id, (0, 0))
 
     def workers(self) -> list[str]:
-        """Return the workers for which a request waits."""
+        """Return the ids of the workers for which requests wait.
+
+        The empty id is included if a request waits for an adapter.
+        """
         return list(self._ahead)
 
     def first(self, worker_id: str) -> Parked | None:
@@ -140,7 +143,10 @@ class Parking:
             self.remove(request_id)
 
     def release(self, worker_ids: Iterable[str]) -> list[Parked]:
-        """Remove and return all requests that wait for a worker other than ``worker_ids``."""
+        """Remove and return all requests except those that wait for one of ``worker_ids``.
+
+        Requests that wait for an adapter are removed, too.
+        """
         known = set(worker_ids)
         lost = [it for it in self._parked.values() if it.wait.worker_id not in known]
         self._lines = {it: line for it, line in self._lines.items() if it in known}

@@ -64,10 +64,10 @@ def _slack(waiting: Waiting, workers: Mapping[str, WorkerView], ledger_now: floa
 
 
 def _margin(worker: WorkerView, tokens_ahead: int) -> float:
-    """Return how many seconds before its latest start a request must be dispatched with evictions.
+    """Return the time by which a dispatch with evictions must precede a request's latest start.
 
-    This allows for the delay of the evictions, and for the prefill of ``tokens_ahead`` tokens of
-    other requests that the worker computes first.
+    The time, in seconds, allows for the delay of the evictions, and for the prefill of
+    ``tokens_ahead`` tokens of other requests that the worker computes first.
     """
     ahead_s = worker.prefill_s(tokens_ahead) or 0.0
     return max(_MARGIN_S, TICK_S + _STEPS * worker.throughput.step_s) + ahead_s

@@ -41,7 +41,10 @@ class PrefixIndex:
         self._ids: dict[int, str] = {}
 
     def join(self, worker_id: str, device: Sequence[int] = (), host: Sequence[int] = ()) -> None:
-        """Add a worker, or replace what is known of it, with all chunks that it has stored."""
+        """Add a worker with the chunks that it has in device memory and in host memory.
+
+        A worker that is already known is first removed, as by ``remove``.
+        """
         self.remove(worker_id)
         bit = next(1 << n for n in range(len(self._ids) + 1) if 1 << n not in self._ids)
         self._ids[bit], self._workers[worker_id] = worker_id, _Worker(bit)
@@ -56,9 +59,10 @@ class PrefixIndex:
                 _unmark(masks, [it for it, mask in masks.items() if mask & worker.bit], worker.bit)
 
     def update(self, worker_id: str, stored: Sequence[int], evicted: Sequence[int]) -> None:
-        """Apply a worker's report of changes in its device memory; ignored if it is unknown.
+        """Apply a worker's report of changes in its device memory.
 
-        A chunk that is both stored and evicted counts as stored.
+        A report of an unknown worker is ignored. A chunk that is both stored and evicted counts as
+        stored. The eviction of a chunk that is only expected (see ``expect``) is ignored.
         """
         worker = self._workers.get(worker_id)
         # Slices of a message's fields are lists, over which iteration is faster.
@@ -71,7 +75,11 @@ class PrefixIndex:
                 _mark(self._device, stored, worker.bit)
 
     def update_host(self, worker_id: str, stored: Sequence[int], evicted: Sequence[int]) -> None:
-        """Apply a worker's report of changes in its host memory; ignored if it is unknown."""
+        """Apply a worker's report of changes in its host memory.
+
+        A report of an unknown worker is ignored. A chunk that is both stored and evicted counts as
+        stored.
+        """
         if worker := self._workers.get(worker_id):
             _unmark(self._host, evicted, worker.bit)
             _mark(self._host, stored[:], worker.bit)

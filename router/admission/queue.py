@@ -200,7 +200,7 @@ class Classes:
     def head(self, ledger_now: float | None) -> Queued | None:
         """Return the request that leaves next at the ledger time ``ledger_now``, in seconds.
 
-        The credit of lower classes and fair shares are ignored if ``ledger_now`` is None: the
+        Fair shares and the credit of lower classes are ignored if ``ledger_now`` is None: the
         request with the smallest sort key in the highest class is then returned. The result is
         None if no request is queued or all queued ones are parked.
         """
@@ -433,8 +433,8 @@ class AdmissionQueue:
     def peek(self, ledger_now: float | None = None) -> Waiting | None:
         """Return the request that leaves next at ``ledger_now``.
 
-        The result is None if no request is queued or all queued ones are parked. The credit of
-        lower classes and fair shares are ignored if ``ledger_now`` is None: the request with the
+        The result is None if no request is queued or all queued ones are parked. Fair shares and
+        the credit of lower classes are ignored if ``ledger_now`` is None: the request with the
         smallest sort key in the highest class is then returned.
         """
         return _waiting(self._classes.head(ledger_now))
@@ -505,7 +505,7 @@ class AdmissionQueue:
         """Change the queue policy; each iteration of the result is one step of the change. O(n).
 
         With ``is_fair``, tenants are served by their token counters. The old order stays in effect
-        until the iterator is exhausted.
+        until the iterator is exhausted. No request may be parked during the change.
         """
         classes = self._make_classes(policy, self._classes.floor, is_fair)
         requests, after = tuple(self._queued.values()), next(self._tickets)

@@ -16,10 +16,10 @@ class StartingWorkers:
         self._until: dict[str, tuple[float, float]] = {}
 
     def update(self, starts: Iterable[session_pb2.WorkerStart], now: float) -> None:
-        """Record reports of starting workers, and drop expired ones.
+        """Record reports of starting workers, and drop the oldest reports if they have expired.
 
-        A report expires when as many seconds have passed since ``now`` as its field ``seconds``
-        states. A value of 0 means that the worker's start has ended.
+        A report is valid from ``now`` on for the number of seconds in its field ``seconds``. A
+        value of 0 means that the worker's start has ended.
         """
         for start in starts:
             self._until.pop(start.name, None)

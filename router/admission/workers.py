@@ -266,8 +266,8 @@ class Load:
 class Claim:
     """Capacity that a request will use and that its worker's reported load does not include yet.
 
-    ``tokens`` are to be prefilled after ``cached_tokens`` cached ones, ``choices`` need a slot
-    each, ``since`` is the time of the claim in seconds.
+    ``tokens`` is the number of tokens to prefill, after ``cached_tokens`` cached ones. ``choices``
+    is the number of slots needed, and ``since`` is the time of the claim in seconds.
     """
 
     tokens: int
@@ -378,9 +378,10 @@ class WorkerView:
     def adapter_s(self, adapter: str, digest: str) -> float:
         """Return the seconds to load an adapter: 0 if it is loaded or is about to be.
 
-        The result is also 0 if ``adapter`` is empty, or if the worker loads no adapters at run
-        time. Otherwise, the result is infinite if sequences, loads and coming adapters take all
-        slots, so that some sequences must end first.
+        An adapter is about to be loaded if the worker is loading it, or if an unacknowledged
+        dispatch needs it. The result is also 0 if ``adapter`` is empty, or if the worker loads no
+        adapters at run time. Otherwise, the result is infinite if sequences, loads and
+        unacknowledged dispatches take all slots, so that some sequences must end first.
         """
         loads = bool(adapter) and self.capacity.adapter_slots > 0
         coming = self.coming_adapters.values()
@@ -463,9 +464,10 @@ class WorkerView:
         return self.load.pending_prefill_tokens + self.unacknowledged.tokens + self.reserved.tokens
 
     def prefill_before(self, tokens: int) -> int:
-        """Return the pending prefill that is computed before a request with ``tokens`` to prefill.
+        """Return how many pending tokens are prefilled before a request with ``tokens`` to prefill.
 
-        Workers prefer prompts that fit in a step to long ones.
+        Tokens of pending long prompts are left out if the request fits in a step, because workers
+        prefer such requests.
         """
         passed = 0 if self._is_long(tokens) else self.load.long_prefill_tokens
         return self.pending_prefill - passed
@@ -506,7 +508,8 @@ class WorkerView:
     def evicted_blocks(self, tokens: int) -> int:
         """Return how many retained blocks a request with ``tokens`` uncached tokens would evict.
 
-        Other unused blocks are taken first, less those for the pending prefill.
+        Retained blocks are unused ones that are kept for sessions. The request takes other unused
+        blocks first, except those that the pending prefill needs.
         """
         retained = self.load.blocks_retained
         others = max(0, self.unused_blocks - retained - blocks_for(self.pending_prefill))
@@ -525,9 +528,10 @@ class WorkerView:
     def has_slots(self, choices: int, local_depth: int) -> bool:
         """Return whether the worker may receive ``choices`` more sequences.
 
-        At most ``local_depth`` sequences may then wait there for a slot. None may wait while the
-        leader's target time per output token allows fewer slots than the worker has. The worker
-        does not know this limit, and would start a waiting sequence at once.
+        Sequences may exceed the free slots only if this excess plus ``num_ahead`` is at most
+        ``local_depth``. No excess is allowed while the leader's target time per output token allows
+        fewer slots than the worker has. The worker does not know this limit, and would start a
+        waiting sequence at once.
         """
         without = choices - self.free_slots
         may_wait = self.slots == self.capacity.max_num_seqs

@@ -58,8 +58,8 @@ class Adapters:
     async def unload(self, name: str) -> None:
         """Remove an adapter that was added with ``load``.
 
-        Raises UnknownModel if there is none of this name, InvalidRequest if the settings name it,
-        LedgerUnavailable.
+        Raises UnknownModel if no adapter or model has the name. Raises InvalidRequest if the name
+        is that of a model or of an adapter in the settings. Raises LedgerUnavailable.
         """
         entry = self._policy.adapters.get(name)
         if entry is None:

@@ -57,7 +57,11 @@ class RenderedChat:
 
     @property
     def _marks(self) -> Set[str]:
-        """Marks for which the parser searches, if no grammar constrains the output."""
+        """Marks of the tool and reasoning formats for which the parser searches.
+
+        A mark is a text that delimits a part of the output, such as a tool call. The set is valid
+        for outputs that no grammar constrains.
+        """
         form, reasoning = self.formats.tools, self.formats.reasoning
         is_read = form is not None and (self.tools.choice is Choice.AUTO or form.has_channels)
         marks = form.marks if form is not None and is_read else ()

@@ -218,7 +218,7 @@ class Api:
         return JsonResponse({"version": version("everlift")})
 
     async def _load(self, call: Call) -> Response:
-        """Return the number of unfinished requests that this router owns, as vLLM's ``/load``.
+        """Return, as vLLM's ``/load`` does, how many unfinished requests this router owns.
 
         Each prompt of a body is a request. Queued and running requests of every protocol are
         counted, including those whose clients have disconnected.

@@ -110,9 +110,10 @@ def header_request_id(headers: Mapping[str, str]) -> str:
 
 
 def idempotency_key(headers: Mapping[str, str], index: int | None = None) -> str:
-    """Return the idempotency key of a call, as a request id; empty if it has none.
+    """Return the idempotency key of a call, as a request id; empty if the call has none.
 
-    ``index`` is appended to it, unless it is None. Raises InvalidRequest if the key is invalid.
+    ``index`` is appended to the key, unless ``index`` is None. Raises InvalidRequest if the result
+    is not a valid request id.
     """
     if IDEMPOTENCY_KEY not in headers:
         return ""

@@ -82,9 +82,9 @@ class Conversation:
 
 
 def with_function_names(turns: Iterable[Turn]) -> list[Turn]:
-    """Return the turns, where each tool result without a name has the name of the called function.
+    """Return the turns; each tool result without a name receives that of the called function.
 
-    Results of calls that are not among the turns are unchanged.
+    Tool results whose call is not in an earlier turn are unchanged.
     """
     names: dict[str, str] = {}
     named: list[Turn] = []

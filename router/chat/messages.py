@@ -128,9 +128,10 @@ def _parts(at: str, message: Message) -> tuple[Part, ...]:
 def parts_of(at: str, content: object, role: Role) -> tuple[Part, ...]:
     """Return the parts of a message's ``content``, a text or a list of parts.
 
-    Errors name the position ``at`` in the request. Raises UnsupportedContent for a part other than
-    a text or, in messages of the user, an image. Raises InvalidRequest for an empty list or another
-    type, and for an invalid image.
+    Errors name the position ``at`` in the request. Refusals become texts. Raises UnsupportedContent
+    for a part that is neither text nor image, and for an image in a message of another role than
+    user. Raises InvalidRequest for an empty list or another type, and the errors of
+    ``image_of_part``.
     """
     if isinstance(content, str):
         return (content,)

@@ -14,7 +14,7 @@ class ReasoningTokens:
 
     A token belongs to the reasoning if the first character of its text does. Marks around the
     reasoning and tokens without text do not. ``tokenizer`` must be the one that made the output's
-    text: the view that ``with_special_tokens`` returns if the text keeps special tokens.
+    text. A text that keeps special tokens needs the view that ``with_special_tokens`` returns.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -6,14 +6,15 @@
 
 The sandbox limits what a template can access, and the child's resource limits what it can use. The
 kernel kills the child when a chat takes too much CPU time, and on Linux it also limits the child's
-memory. The next child is ready 10 ms later. When the socket is closed, the child ends, and then
-this process ends too.
+memory. The next child is ready 10 ms later, and its first message takes the place of the answer.
+The child ends when the socket is closed, and then this process ends too.
 
     from the router   a Launch; then {messages, tools, add_generation_prompt,
                       continue_final_message, variables, documents,
                       chat_template: that of the request, or null}
-    to the router     {"ready": signal that ended the child before, or ""} from each new child;
-                      then an answer to each chat: a text, {too_long: characters} or {error: cause}
+    to the router     {"ready": name of the signal that killed the previous child, or ""} from each
+                      new child; then an answer to each chat: a text, {too_long: characters} or
+                      {error: cause}
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ class ChatTemplate:
 
 
 def _reads_only_parts(template: str) -> bool:
-    """Return whether a template would leave out a content that is a text."""
+    """Return whether a template renders content only as a list of parts, and omits a string."""
     return bool(_LOOP_OVER_PARTS.search(template)) and not _TEST_FOR_TEXT.search(template)
 
 

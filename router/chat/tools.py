@@ -110,8 +110,8 @@ class ToolUse:
     ) -> Self:
         """Create the tools of a request.
 
-        Raises InvalidRequest if a call is required without tools, or if ``named`` or ``allowed``
-        has the name of no function.
+        Raises InvalidRequest if a call is required without tools, or if ``named`` or one of
+        ``allowed`` is not the name of a function. An empty ``named`` is not checked.
         """
         names = [function.name for function in functions]
         if choice in (Choice.REQUIRED, Choice.NAMED) and not functions:
@@ -304,11 +304,11 @@ def _functions(tools: object) -> tuple[Function, ...]:
 def functions_of(
     tools: object, functions_at: Callable[[str, object], Sequence[Function]]
 ) -> tuple[Function, ...]:
-    """Parse the list of a request's tools; None means none.
+    """Parse the list of a request's tools; None means no tools.
 
-    ``functions_at`` returns the functions of a tool at a position in the request; none for a tool
-    that is left out. Raises OutOfRange for too many, too large or too deeply nested tools, NotUtf8
-    for an unpaired surrogate, and InvalidRequest for anything else that is wrong.
+    ``functions_at`` receives the position of a tool in the request and the tool, and returns its
+    functions; an ignored tool has none. Raises OutOfRange for too many, too large or too deeply
+    nested tools, NotUtf8 for an unpaired surrogate, and InvalidRequest for other faults.
     """
     if tools is None:
         return ()

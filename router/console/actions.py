@@ -103,8 +103,9 @@ class Actions:
 
         Raises ChaosForbidden if the cluster does not allow faults, and UnknownWorker if the target
         or the peer is not connected, or if several ids begin with its name. Raises InvalidRequest
-        or OutOfRange for an invalid fault. Raises Unreachable if no router that must apply the
-        fault can be reached, and LedgerUnavailable if the ledger cannot be queried for its process.
+        or OutOfRange for an invalid fault. Raises Unreachable or DeadlineExceeded if none of the
+        routers that must apply the fault answers in time. Raises LedgerUnavailable if the process
+        id of the ledger's server cannot be queried.
         """
         target = await self._chaos.inject(await self._read(call, chaos_pb2.Fault))
         return _response(call, chaos_pb2.InjectResponse(target=target))

@@ -168,8 +168,9 @@ def _cell_of(each: Row) -> list[str | int | None]:
 
 
 def summary(rows: Sequence[Row]) -> Json:
-    """Return the numbers of workers, and totals of those that are not lost.
+    """Return the numbers of workers by state, and totals over all workers that are not lost.
 
+    The totals are the sums of slots, sequences, KV blocks, token rates and recent prompt tokens.
     ``up`` counts all workers that are not lost, including those that are draining or slow.
     """
     up = [each for each in rows if each.state is not State.LOST]

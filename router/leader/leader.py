@@ -417,7 +417,10 @@ class Leader:
                 self._wake_at(leader_state.next_expiry if self._may_act() else None)
 
     def _wake_at(self, moment: float | None) -> None:
-        """Wake the dispatch loop at ``moment``, in seconds of the router's clock."""
+        """Wake the dispatch loop at ``moment``, in seconds of the router's clock.
+
+        Any wake-up that an earlier call set is cancelled. No new one is set if ``moment`` is None.
+        """
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

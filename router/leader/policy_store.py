@@ -47,7 +47,7 @@ SETTINGS = (*ROUTER_SETTINGS, *_ENGINE_SETTINGS)
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Settings of all engines that operators may change at run time."""
+    """Settings that operators may change at run time, the same for all engines."""
 
     #: batching policy (worker.scheduling.policy); "default": the one that a worker started with
     engine_policy: Literal["default", EnginePolicy] = DEFAULT
@@ -131,9 +131,9 @@ class RuntimePolicy:
     def engine_policy(self) -> session_pb2.EnginePolicy:
         """Message that tells a worker which engine policy to use.
 
-        ``name`` is the policy's name in the ledger. Without one, ``name`` is "default": the policy
-        that the worker was started with. A worker of an older version that does not know the name
-        keeps its present policy.
+        The message's ``name`` is the value that operators have set for the setting "engine_policy",
+        or else "default": the policy that the worker was started with. A worker of an older version
+        that does not know the name keeps its present policy.
         """
         name = self._policy.values.get("engine_policy", DEFAULT)
         return session_pb2.EnginePolicy(version=self._policy.version, name=name)

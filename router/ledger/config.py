@@ -41,8 +41,8 @@ class LedgerSetupError(Exception):
 class LedgerConfig:
     """Settings of the ledger. Durations are in seconds.
 
-    Routers of one cluster must agree on ``key_prefix`` and ``shards``. Connecting with another
-    number of shards than the ledger's fails.
+    Routers of one cluster must agree on ``key_prefix`` and ``shards``. A process that has another
+    value of ``shards`` than the existing ledger cannot connect.
     """
 
     #: "embedded", or unix:///path, redis://user:password@host:port/db, rediss://... (TLS),

@@ -53,7 +53,7 @@ class Listing:
         return self._limit - len(self._entries)
 
     def add(self, parts: Sequence[Part]) -> None:
-        """Add the next rows, of which ``parts`` has one part from each shard.
+        """Add the next rows of all shards; ``parts`` has one part for each shard.
 
         Rows that are not after the position ``last`` are skipped.
         """
@@ -100,10 +100,12 @@ def _after(rows: Iterable[Row], last: Position | None) -> list[Row]:
 class Audited:
     """State of a request, as found by an audit of the ledger.
 
-    ``owned`` tells whether the set of unfinished requests of its router contains it, ``listed``
-    whether all its listings have it at its arrival time. ``immortal`` has the names of its keys
-    without a time to live, ``missing`` those of its keys that do not exist. ``finished_by`` is the
-    epoch (number of the attempt) whose append finished the request, 0 if none did.
+    ``owned`` tells whether its router's set of unfinished requests contains the request. ``listed``
+    tells whether the listings of all requests, of its tenant and of its session contain the request
+    with the correct arrival time. ``immortal`` has the names of its keys without a time to live.
+    ``missing`` has those of its keys, and of its prompt's chunks and images, that do not exist.
+    ``finished_by`` is the epoch (number of the attempt) whose append finished the request, 0 if
+    none did.
     """
 
     entry: Entry
@@ -147,9 +149,9 @@ class Listed:
     """Request id that the listing of a tenant or of a session contains.
 
     The listing is that of ``tenant`` or, if ``tenant`` is empty, of the session named ``session``.
-    ``is_maintained`` is True if the request belongs to this tenant or session, and the listing of
-    all requests contains the id, too. The ledger removes such an id from this listing when the
-    request no longer exists; an id for which ``is_maintained`` is False may remain.
+    ``is_maintained`` is True if two conditions hold: the request belongs to this tenant or session,
+    and the listing of all requests contains the id. The ledger removes such an id from this listing
+    when the request no longer exists; an id for which ``is_maintained`` is False may remain.
     """
 
     request_id: str

@@ -197,9 +197,10 @@ class Submissions:
     async def _charge(self, request: Request) -> bool:
         """Charge the request to its tenant's quota; return whether it was charged now.
 
-        Return False if the tenant has no limits, if the request was charged before, or if the
-        limits are exceeded but the ledger already has the request. Raises RateLimited if a new
-        request exceeds the limits. Also raises LedgerFull and LedgerUnavailable.
+        Return False if the tenant has no limit per minute or of concurrent requests, or if the
+        request was charged before. Also return False if the limits are exceeded but the ledger
+        already has the request. Raises RateLimited if a new request exceeds the limits. Also raises
+        LedgerFull and LedgerUnavailable.
         """
         try:
             return await self._quotas.charge(request)

@@ -206,7 +206,10 @@ class Attempt:
 
     @property
     def open_kind(self) -> pb.SpanKind.ValueType:
-        """Return the kind of span that covers the time since the worker's last breakdown."""
+        """Return the kind of span that the request is in, according to the worker's reports.
+
+        Time after the worker's last breakdown that ``shares`` does not cover is of this kind.
+        """
         if self._is_preempted:
             return pb.SPAN_KIND_PREEMPTED
         if self.new_tokens:
@@ -220,10 +223,11 @@ class Attempt:
 
     @property
     def shares(self) -> list[Share]:
-        """Return the time since the worker's last breakdown, as the seconds of each kind of span.
+        """Return the seconds of each kind of span since the worker's last breakdown.
 
         The seconds are averages over the sequences that decoded at the worker in this time, because
-        the worker reports no breakdown for this request alone.
+        the worker reports no breakdown for this request alone. Their sum can differ from the time
+        that they describe, and is 0 before the first token.
         """
         return worker_shares(self.decoding_since)
 

@@ -185,9 +185,9 @@ class TokenWriter:
         Durability "behind" makes them readable at once. The value "available" of
         ``on_ledger_loss`` makes them readable when the ledger's answer is late or a write fails.
 
-        Both cases end ``unledgered`` seconds after the first late answer or failed write, or
-        immediately after it if ``on_ledger_loss`` is "strict". The ledger's next answer makes both
-        possible again.
+        The ledger counts as away from the first late answer or failed write until its next answer.
+        Neither case applies once the ledger has been away for ``RouterConfig.unledgered`` seconds,
+        or as soon as it is away if ``on_ledger_loss`` is "strict".
         """
         self._appender.add(live, live.append(choice, offset))
         if self._is_write_behind and self._may_deliver_unledgered():

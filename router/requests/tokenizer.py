@@ -306,9 +306,9 @@ class ServedModel:
         )
 
     def assume_limit(self, last: session_pb2.WorkerInfo) -> None:
-        """Use the limits that the worker ``last`` announced in the past.
+        """Use the limits in ``last``, which a worker announced in the past.
 
-        They apply until a worker is connected (``update_limits``). The fingerprint stays
+        The limits apply until a worker is connected (``update_limits``). The fingerprint stays
         unknown until then.
         """
         self.max_model_len = _capacity(last)

@@ -38,16 +38,17 @@ class SessionKey(NamedTuple):
 
 
 class Turns:
-    """Turns of recently used sessions that finished at this router.
+    """Memory of the turns (finished requests) of recently used sessions.
 
-    The ``now`` of its methods is the time in seconds of a clock that never goes back.
+    Turns that finished at another router are included if this router has read them from the ledger.
+    The ``now`` of the methods is the time in seconds of a clock that never goes back.
     """
 
     def __init__(self, retention_s: float, max_ids: int = _MAX_IDS) -> None:
         """Create an empty store that holds at most ``max_ids`` token ids.
 
-        The sessions that were used least recently are removed first. A turn is also removed at the
-        first call of ``of`` or ``add`` at least ``retention_s`` seconds after it was added.
+        The sessions that were used least recently are removed first. A turn expires ``retention_s``
+        seconds after it was added, and the next call of ``add`` or ``of`` removes it.
         """
         self._retention_s = retention_s
         self._max_ids = max_ids

@@ -37,11 +37,12 @@ Limit = Annotated[
 
 
 class LedgerRequests:
-    """Workload of the ``limit`` newest finished requests in the configured ledger, by arrival.
+    """Workload of the ``limit`` newest finished requests in the configured ledger.
 
-    The ledger is read on first use of ``records`` or ``weights``. This raises ForecastFailed if
-    there are no such requests, and SettingsError if the tenants' limits cannot be read. It raises
-    ClusterFailed, LedgerSetupError or LedgerUnavailable if the ledger cannot be used.
+    ``records`` has one record per choice of these requests, sorted by arrival. The first use of
+    ``records`` or ``weights`` reads the ledger. The reading raises ForecastFailed if there are no
+    such requests, and SettingsError if the stored API keys or tenants are unreadable or invalid.
+    ClusterFailed, LedgerSetupError or LedgerUnavailable is raised if the ledger cannot be used.
     """
 
     def __init__(self, config: Config, limit: int) -> None:

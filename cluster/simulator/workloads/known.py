@@ -1,7 +1,7 @@
 """Workloads by name. Pure.
 
-A published trace consists of token counts and times. The files that its authors published determine
-a workload's quantiles of lengths, rate and burstiness:
+A published trace consists of token counts and times. The files that a trace's authors published
+determine a workload's rate, its burstiness, and the quantiles of its lengths:
 
     azure-*     Azure's LLM inference traces of 2023 (AzurePublicDataset): conversation and code
     mooncake    Mooncake's conversation trace (FAST'25), with hash ids of its blocks of 512 tokens

@@ -348,12 +348,13 @@ class AsyncClient:
     async def change_model(
         self, worker_id: str, model: str, *, timeout_s: float | None = None
     ) -> admin_pb2.ChangeModelResponse:
-        """Make a worker serve another model of the cluster, and join as a new worker.
+        """Tell a worker to drain and then to join as a new worker that serves another model.
 
-        The worker loads the files, then its requests resume on other workers. ``worker_id`` may be
-        shortened to a prefix that only one worker has. Raises UnknownWorker if no worker or several
-        workers have this prefix, and UnknownModel for a model that the cluster does not serve.
-        Raises Forbidden if the API key does not permit the call.
+        The call does not wait for the change. The worker obtains the files of the new model before
+        it drains; its requests resume on other workers. ``worker_id`` may be shortened to a prefix
+        that only one worker has. Raises UnknownWorker if no worker or several workers have this
+        prefix, and UnknownModel for a model that the cluster does not serve. Raises Forbidden if
+        the API key does not permit the call.
 
         Raises InvalidRequest if the worker cannot serve the model, is draining, or is already
         changing its model. Also raises InvalidRequest if ``model`` is empty, or if an autoscaler
@@ -517,9 +518,10 @@ class AsyncClient:
         return await self._call(lambda: self._routers.chaos().Inject, fault, timeout_s, once)
 
     async def close(self) -> None:
-        """Close the client; calls and reads of its streams then raise Unreachable.
+        """Close the client; calls and reads of an unfinished Stream then raise Unreachable.
 
-        The routers treat the unfinished requests according to their ``on_disconnect``.
+        The unfinished requests of a ManyStream fail with Unreachable in its ``outcomes``. The
+        routers treat each unfinished request according to the request's ``on_disconnect``.
 
         >>> await client.close()
         >>> await client.status()

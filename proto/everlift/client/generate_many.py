@@ -274,9 +274,9 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
     ) -> None:
         """Send the requests of ``part`` in one call, and read the call until ``part`` is empty.
 
-        A request is removed from ``part`` when it ends. A request that fails while the call
-        continues is also removed, and continues in a separate task. Raises EverliftError if the
-        call breaks.
+        A request is removed from ``part`` when it ends, or when it fails while the call continues.
+        A separate task then resumes the failed request, or ends it if its error must not be
+        retried. Raises EverliftError if the call breaks.
         """
         sent, remaining = list(part.values()), budget.remaining()
         for each in sent:

@@ -80,7 +80,7 @@ class OutputReader:
         return None
 
     def close(self) -> None:
-        """Stop reading. The router treats the request according to its ``on_disconnect``."""
+        """Stop reading. The router then applies the request's ``on_disconnect``."""
         self.is_closed = True
         self._cancel_call()
 

@@ -18,8 +18,8 @@ from everlift.errors import EverliftError
 class Refuse:
     """Fault with which the next streaming call fails with ``error`` before its first piece.
 
-    With ``call``, the next call of this name fails instead, such as "Cancel". With ``index``, only
-    the request at this index of a GenerateMany fails.
+    A ``call`` is a name such as "Cancel": the next call of this name fails instead. An ``index``
+    limits the failure to the request at this index of a GenerateMany.
     """
 
     error: EverliftError

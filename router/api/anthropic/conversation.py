@@ -85,7 +85,11 @@ def _image(at: str, source: object) -> Image:
 
 
 def _blocks(at: str, content: object) -> list[tuple[str, Block]]:
-    """Return the blocks of a content, each with its position in the request."""
+    """Return the blocks of ``content``, each with its position in the request.
+
+    A string is one text block at the position ``at``. Raises InvalidRequest if ``content`` is
+    neither a string nor a list, or if a block is not an object with a type.
+    """
     if isinstance(content, str):
         return [(at, {"type": "text", "text": content})]
     if not isinstance(content, list):

@@ -75,9 +75,11 @@ class AdminServer:
     def change_model(self, message: pb.ChangeModelRequest) -> pb.ChangeModelResponse:
         """Change the model of the worker whose id begins with ``message.worker_id``.
 
-        Raises UnknownWorker if no connected worker or more than one has such an id, and
-        UnknownModel if the cluster does not serve the model. Raises InvalidRequest if the worker
-        cannot serve it, or if an autoscaler sets the number of workers of one of the two models.
+        Raises UnknownWorker if no connected worker or more than one has such an id. Raises
+        UnknownModel if the cluster does not serve the model, or RouterStopping instead while one
+        model replaces another. Raises InvalidRequest if no model is given, if the worker cannot
+        change to the model, or if the worker is draining or already changing its model. Raises
+        InvalidRequest also if an autoscaler sets the number of workers of one of the two models.
         """
         worker_id = self._worker(message.worker_id)
         if not message.model:

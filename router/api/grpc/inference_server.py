@@ -31,8 +31,8 @@ _MAX_VARINT_BYTES = 10
 def count(data: bytes, max_fields: int) -> int:
     """Return the number of top-level fields of an encoded protobuf message, without parsing it.
 
-    Counting stops at the first invalid field, or when more than ``max_fields`` fields were found;
-    the result is then ``max_fields`` + 1.
+    Counting stops at the first invalid field, which is not counted. Counting also stops when more
+    than ``max_fields`` fields were found, with the result ``max_fields`` + 1.
     """
     at = found = 0
     while at < len(data) and found <= max_fields:

@@ -49,9 +49,10 @@ def parse(data: bytes) -> Json:
 
 
 def _may_be_odd(data: bytes) -> bool:
-    """Return whether the body may have a number with many digits or a three-digit exponent.
+    """Return whether the body may have a number with too many digits or too large an exponent.
 
-    Only then is each number checked, because a body may contain millions of numbers.
+    Only then is each number checked, because a body may contain millions of numbers. An exponent
+    can only be too large if it has at least three digits.
     """
     kinds = data.translate(_KINDS, b"+")
     return b"0" * (_MAX_DIGITS + 1) in kinds or b"0e000" in kinds

@@ -19,7 +19,10 @@ _HANDSHAKE_S = 10.0
 
 
 class HttpServer:
-    """HTTP server; ``address`` is empty until ``bind``, and stays empty if it does not listen."""
+    """HTTP server.
+
+    ``address`` is empty until ``bind``, and stays empty if ``bind`` is called with an empty host.
+    """
 
     def __init__(self) -> None:
         self._state = ServerState()

@@ -57,12 +57,12 @@ class Transcript:
     Choices are numbered over all requests; those of the first request come first. ``resumed`` has
     the position in each choice up to which the client has the output; empty means the beginning.
 
-    ``hides_output`` implements OpenAI's ``max_tokens`` of 0. The client sees each choice end by its
-    length, without any token. Internally, each choice has one output token, which is not sent to
-    the client. This token costs no extra step: the last step of the prefill samples it from the
-    logits of the prompt's last token. The worker, the ledger and recovery thus need no special case
-    for a choice without tokens. The ledger, metrics and quotas count the token, and the context
-    must have room for it. ``usage`` does not count it.
+    ``hides_output`` implements OpenAI's ``max_tokens`` of 0. The client receives each choice
+    without tokens, with the finish reason ``length``. Internally, each choice has one output token,
+    which is not sent to the client. This token costs no extra step: the last step of the prefill
+    samples it from the logits of the prompt's last token. The worker, the ledger and recovery thus
+    need no special case for a choice without tokens. The ledger, metrics and quotas count the
+    token, and the context must have room for it. ``usage`` does not count it.
     """
 
     def __init__(

@@ -13,11 +13,11 @@ encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def around(value: object, name: str, placeholder: object) -> tuple[str, str]:
-    """Split the JSON of ``value`` at the value of its member ``name``.
+    """Split the JSON of ``value`` at the value of a member ``name``, which may be nested.
 
     Return the text before and the text after that value; the caller writes another value between
-    them. The member must have the value ``placeholder``. If several members match, also nested
-    ones, the last one is used.
+    them. The member must have the value ``placeholder``. If several members have this name and
+    value, the last one is used.
     """
     # A client's text cannot match, because its quotation marks are escaped in JSON.
     begin, _, end = encode(value).rpartition(f'"{name}":{encode(placeholder)}')

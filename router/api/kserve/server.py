@@ -133,7 +133,12 @@ class KserveServer:
         return pb.ServerReadyResponse(ready=self._requests.accepts_requests)
 
     async def model_ready(self, data: bytes, call: Call) -> pb.ModelReadyResponse:
-        """Return whether the named model is ready; False for another model, as in Triton."""
+        """Return whether the router accepts requests for the named model.
+
+        The answer is False if the name or version is unknown, as in Triton. Raises
+        InvalidRequest if the message is malformed, and RouterStopping for an unknown name while one
+        model replaces another.
+        """
         message = parse(pb.ModelReadyRequest, data)
         with suppress(UnknownModel):
             self._checked_name(message.name, message.version)

@@ -130,7 +130,10 @@ class Answering:
         return _set_name(call, _sent_name(call) or new_request_id())
 
     def chat_message(self, fields: GenerationFields, rendered: RenderedChat) -> pb.GenerateRequest:
-        """Return the request for a rendered conversation. Raises InvalidRequest."""
+        """Return the request for a rendered conversation.
+
+        Raises InvalidRequest if a field is invalid or cannot be combined with a required tool call.
+        """
         message = submissions.of_chat(fields, rendered.prompt, rendered.grammar)
         special_tokens = rendered.model.tokenizer.special_tokens.values()
         message.keep_special_tokens |= rendered.needs(special_tokens)
@@ -218,11 +221,12 @@ class Answering:
     ) -> str:
         """Set the session of ``messages``, and return the request id of the call.
 
-        ``name`` is returned unchanged if the client sent a request id. Otherwise ``in_session``
-        appends a tag of the session, if there is one, and the answer's headers get the result.
-        ``default`` is the session if the client names none; empty for no session. A session that
-        a header names is set only when the messages are submitted. Raises OutOfRange if the
-        session's id is too long.
+        The session is that of the header, else that of the client's fields, else ``default``; empty
+        means no session. The header's session is only set when the messages are submitted.
+
+        ``name`` is returned unchanged if the client sent a request id. Otherwise the session's tag,
+        if there is a session, is appended to ``name`` (``in_session``). The result is then sent in
+        the answer's headers. Raises OutOfRange if a session id in a field is too long.
         """
         # The header takes precedence; it is applied when the messages are submitted.
         session_id = call.headers.get(service.SESSION_ID, "")

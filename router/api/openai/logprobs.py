@@ -304,10 +304,11 @@ def written_of_completion(
     offsets: list[str] = []
 
     def tokens() -> Iterator[list[str]]:
-        """Yield, for each part, a list with one string: the part's tokens as members of an array.
+        """Yield the tokens of each part as comma-separated JSON strings, without brackets.
 
-        The members are JSON. The part's other values are appended in the same form to ``scores``,
-        ``tops`` and ``offsets``.
+        Each part is one string in a list, which ``array`` takes as one member. The part's other
+        values are appended in the same form, without a list, to ``scores``, ``tops`` and
+        ``offsets``.
         """
         for shown in chain(echoed, output):
             if not shown["tokens"]:
@@ -370,9 +371,12 @@ def _by_key(vocabulary: Vocabulary, placed: Placed, num_top: int | None = None) 
 
 
 def _key(vocabulary: Vocabulary, token: int, is_first: bool) -> str:
-    """Return a token's string for completions; if it is not UTF-8, ``bytes:`` and its bytes.
+    """Return a token's string for completions.
 
-    ``is_first``: the token is the first one of the text.
+    A token that is not UTF-8 is returned as ``bytes:`` and its bytes. Backslashes and bytes that
+    are not printable ASCII are escaped there in hexadecimal. A token that is not text is returned
+    as the vocabulary writes it, and an id without a token as ``token_id:ID``. ``is_first``: the
+    token is the first one of the text.
     """
     data = vocabulary.token_bytes(token, is_first=is_first)
     if data is None:

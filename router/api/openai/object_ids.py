@@ -41,8 +41,8 @@ async def id_of_call(
     """Return the id, beginning with ``prefix``, of the object that a call at ``time_s`` creates.
 
     Calls of a tenant with the same idempotency key and prefix within ``retention_s`` seconds get
-    the same id. A call without a key always gets a new id. Raises InvalidRequest if the key is
-    malformed, LedgerFull and LedgerUnavailable.
+    the same id. A call without a key always gets a new id. Raises LedgerFull, LedgerUnavailable,
+    and InvalidRequest if the key is malformed.
     """
     new = new_id(prefix, time_s)
     if not (key := idempotency_key(headers)):

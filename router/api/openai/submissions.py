@@ -187,8 +187,9 @@ def _num_prompt_logprobs(message: pb.GenerateRequest) -> int:
 def check_returned_ids(messages: Sequence[pb.GenerateRequest]) -> None:
     """Check that the prompts' token ids do not make the answer too large.
 
-    Raises OutOfRange. Each choice has the ids of its prompt, and a text has at most as many tokens
-    as bytes.
+    Each choice repeats the ids of its prompt. Only prompts with several choices are counted. A text
+    counts its number of bytes, because it has at most as many tokens. Raises OutOfRange if the
+    answer could contain too many ids.
     """
     num_ids = sum(
         message.n * max(len(message.tokens.ids), len(message.text.encode()))

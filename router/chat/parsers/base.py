@@ -5,8 +5,9 @@ pieces. A client that reads a stream again from any offset therefore continues w
 character. Text is held back while its meaning is undecided: a possible opening mark of a call, a
 call at least until its name is known, an incomplete escape in its arguments.
 
-Text that turns out not to be a call is unchanged content, which is searched for another call if it
-is not longer than a limit. The limit (_MAX_REREAD) bounds how often a character can be read.
+Text that turns out not to be a call becomes content without changes. The characters after its first
+one are searched again for a call, unless there are more than _MAX_REREAD of them. The limit bounds
+how often a character can be read.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Parser(Protocol):
     def reasoning_ranges(self) -> Sequence[range]:
         """Positions of the characters that are reasoning, as far as the text is known.
 
-        Marks are not part of the reasoning, but white space next to them is.
+        The marks are not part of the reasoning, but whitespace at either end of the text between
+        them is.
         """
         ...
 
@@ -88,8 +90,9 @@ class ToolFormat:
 
     ``marks`` are the marks that its parser must find in the text, even if the tokenizer has them as
     special tokens. ``parser`` creates the parser of an output, and ``is_shown`` returns whether a
-    chat template shows the format. ``arguments`` is the key of a call's arguments where a grammar
-    enforces calls. If ``has_channels``, outputs of requests without tools have the format, too.
+    chat template shows the format. ``arguments`` is the key of the arguments in the JSON objects of
+    calls that a grammar enforces. If ``has_channels``, outputs of requests without tools have the
+    format, too.
     """
 
     name: str

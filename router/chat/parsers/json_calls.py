@@ -148,9 +148,10 @@ class JsonCallParser(CharParser):
             call.arguments = _object(value)
 
     def _key(self, call: _Call) -> Reading[str]:
-        """Read and return the key of the next member.
+        """Read the key of the next member, a JSON string, and return the string's value.
 
-        Raises NoCall as soon as the text cannot be a key that a call's object may have.
+        Raises NoCall if the text is not a JSON string. Until the call has begun, also raises NoCall
+        for a key that is not in _KEYS or, with its quotes, is longer than _MAX_KEY characters.
         """
         if (yield from self._read_nonspace()) != '"':
             raise NoCall

@@ -230,7 +230,11 @@ def _json(text: str) -> str:
 
 
 def _constant(word: str) -> str:
-    """Return a number, True, False or None as JSON. Raises NoCall for any other text."""
+    """Return a decimal number, or a constant of Python or JSON, as JSON.
+
+    The constants are True, False and None, and true, false and null. Raises NoCall for any other
+    text.
+    """
     if word in _CONSTANTS:
         return _CONSTANTS[word]
     if not word.isascii() or not (match := _NUMBER.fullmatch(word)):

@@ -32,7 +32,7 @@ AUTO, NONE = "auto", "none"
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """Formats in which a model writes tool calls and reasoning; None if unknown or none."""
+    """Formats of a model's tool calls and reasoning; each is None if it is unknown or unused."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
@@ -41,8 +41,9 @@ class Formats:
     def of(cls, tool_format: str, reasoning_format: str, template: str) -> Self:
         """Return the formats that two settings name, or that ``template`` shows for "auto".
 
-        A model that writes messages in channels uses one format for both, so each of the settings
-        selects it for both.
+        A model that writes messages in channels uses the format gpt_oss for both, so the tool
+        format gpt_oss selects both. The reasoning format gpt_oss selects both if ``tool_format`` is
+        "auto"; with another tool format, ``reasoning`` is None.
         """
         tools = find_tool_format(tool_format, template)
         reasoning = find_reasoning_format(reasoning_format, template)

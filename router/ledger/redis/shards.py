@@ -285,10 +285,12 @@ class Shards:
     def _settling(self, calls: Sequence[Call]) -> list[Command]:
         """Return commands that, sent after ``calls``, wait until a replica has their writes.
 
-        The list is empty if no call settles, or if the durability class is not ``replicated``. WAIT
-        and WAITAOF wait only for the last write of their connection, but a retried call may write
-        nothing. Therefore each WAIT follows a write of a separate key: PEXPIRE is always
-        replicated, and a full server accepts it. WAITAOF without WAIT would take a second, because
+        The commands also wait for the disks of the primary and a replica if all servers support
+        WAITAOF. The list is empty if no call settles, or if the durability class is not
+        ``replicated``. WAIT and WAITAOF wait only for the last write of their connection, but a
+        retried call may write nothing. Therefore the commands first write a key that has no other
+        use. PEXPIRE is the last of these writes, because this command is always replicated, and a
+        full server accepts it. WAIT precedes WAITAOF, because WAITAOF alone would take a second:
         the replica would first report the state of its disk from before it received the write.
         """
         if not self._is_replicated:

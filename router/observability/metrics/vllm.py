@@ -85,9 +85,9 @@ _WORKER_COUNTERS: Mapping[str, tuple[str, Callable[[WorkerLink], float]]] = {
 class VllmCollector:
     """Prometheus collector of metrics under vLLM's names.
 
-    The label model_name is the ``name`` of one of ``models``, never an alias or adapter.
-    vllm:prompt_tokens and vllm:request_success also have samples with an empty model_name, always
-    0, once a request has named no known model.
+    The label model_name is the ``name`` of one of ``models``, never an alias or adapter. The first
+    request that names no known model adds samples with an empty model_name to vllm:prompt_tokens
+    and vllm:request_success. The value of these samples is always 0.
     """
 
     def __init__(

@@ -22,8 +22,8 @@ _SCAN_S = 2.0
 class Runners:
     """Runs of batches in one router.
 
-    A batch belongs to the router that has written its id into the batch's record. If that router
-    has no lease any more, another one takes the batch over.
+    A batch belongs to the router whose id is in the batch's record. Another router takes the batch
+    over after the owner's lease, which ``Ledger.heartbeat`` renews, has ended.
     """
 
     def __init__(self, parts: Parts, ledger: Ledger, router_id: str) -> None:

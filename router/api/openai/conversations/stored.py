@@ -100,8 +100,9 @@ class StoredConversations:
     ) -> StoredConversation:
         """Store a new conversation; return the existing one if a call with ``key`` created it.
 
-        ``key`` is the result of ``idempotency_digest``, or empty. Raises OutOfRange, LedgerFull,
-        LedgerUnavailable, and RequestConflict if the key was used with other items.
+        ``key`` is the result of ``idempotency_digest``, or empty. Raises OutOfRange if the record
+        is too large, RequestConflict if the key was used with other items, UnknownObject if the
+        existing conversation is deleted meanwhile, LedgerFull and LedgerUnavailable.
         """
         new = StoredConversation(f"conv_{key or secrets.token_hex(16)}", record, 0)
         try:
@@ -284,8 +285,8 @@ class StoredConversations:
 def _response_parts(response: StoredResponse, conversation_id: str) -> Parts:
     """Return the items that a response adds to a conversation; none unless it has finished.
 
-    The result is also empty if the response does not belong to the conversation: another call then
-    used the name of the response that was added.
+    The result is also empty if the response does not belong to the conversation. Such a
+    response was created by another call, under the name that was added to the conversation.
     """
     is_of_this = response.record.conversation_id == conversation_id
     if not is_of_this or response.live.entry.state is not State.FINISHED:

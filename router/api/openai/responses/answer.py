@@ -1,9 +1,10 @@
 """Answers of ``/v1/responses`` as JSON and as events. Pure.
 
-The events of a response depend only on the tokens of its output and not on the division of the
-output into pieces, apart from the length of deltas. Each event has a sequence number. An event
-without text counts 1, and one with a delta counts its characters, so that each character has a
-number of its own, and a stream can be read again from any number on, at any router.
+The events of a response depend only on the tokens of its output. The division of the output into
+pieces changes only the length of deltas. Each character of a delta has a sequence number of its
+own, and the event has the number of its last character. Every other event has one number, but an
+error after which the stream can be continued repeats the last one. A stream can therefore be read
+again from any number on, at any router.
 """
 
 from __future__ import annotations

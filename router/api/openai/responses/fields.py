@@ -142,7 +142,10 @@ class ResponseFields(InputTokensFields, SharedFields):
 
     @property
     def generation(self) -> Generation:
-        """Return the parameters of the generation in the form that all APIs share."""
+        """Return the parameters of the generation in the form that all APIs share.
+
+        Raises InvalidRequest if ``text.format`` is of the type json_schema but has no schema.
+        """
         form = self.text.format if self.text else None
         shared = self.shared | ({"on_disconnect": "continue"} if self.background else {})
         return Generation(

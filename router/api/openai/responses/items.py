@@ -50,10 +50,10 @@ _IGNORED_TOOLS = frozenset(
 def input_turns(raw: str | Sequence[Item], at: str = "input") -> list[Turn]:
     """Return the turns of items; ``at`` is the name of the field that contains them.
 
-    Reasoning, text and calls that follow each other are one turn of the assistant. Raises
-    UnsupportedContent for content other than texts and images, OutOfRange for too many or too large
-    items, NotUtf8 for an unpaired surrogate, and InvalidRequest for other faults. The error names
-    the faulty member.
+    A reasoning, a text and calls that follow each other in this order are one turn of the
+    assistant; each may be missing. Raises UnsupportedContent for content other than texts and
+    images, OutOfRange for too many or too large items, NotUtf8 for an unpaired surrogate, and
+    InvalidRequest for other faults. The error names the faulty member.
     """
     if isinstance(raw, str):
         return [Turn("user", (raw,))]

@@ -46,7 +46,10 @@ def own_names(tools: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
 
 
 def _joined(namespace: str, name: str) -> str:
-    """Return a valid name of a function; too long ones end with a hash."""
+    """Return one valid function name that consists of ``namespace`` and ``name``.
+
+    A result longer than MAX_NAME is cut, and then ends with a hash of both names.
+    """
     separator = "" if namespace.endswith("_") else "__"
     joined = f"{namespace}{separator}{name}"
     if len(joined) <= MAX_NAME:

@@ -115,8 +115,11 @@ class Responses:
     ) -> tuple[_Prepared, bool]:
         """Return a request, and whether this call added the response to its conversation.
 
-        If the conversation changes before the response is added, its new items become part of the
-        prompt. Raises ConversationLocked if it has an unfinished response, or changes all the time.
+        The request is prepared again, with the conversation's new items, when the conversation
+        has changed in the meantime. Raises ConversationLocked if the conversation has an
+        unfinished response, or has changed in each of _MAX_TRIES attempts. Raises OutOfRange if
+        the conversation becomes too large, LedgerFull, and the errors of ``_earlier`` and
+        ``_prepare``.
         """
         for _ in range(_MAX_TRIES):
             earlier = await self._earlier(call, fields, name)
@@ -222,12 +225,12 @@ class Responses:
     async def _earlier(self, call: Call, fields: InputTokensFields, name: str = "") -> _Earlier:
         """Return what precedes a response with the request id ``name``.
 
-        ``name`` is empty if only tokens are counted: the conversation may then have an unfinished
-        response, for which ConversationLocked is raised otherwise. Raises InvalidRequest if the
-        earlier responses cannot be continued, or if the request names both a response and a
-        conversation. Raises UnknownRequest if an earlier response does not exist, UnknownModel if
-        its model is no longer served, UnknownObject if the conversation does not exist, and
-        LedgerUnavailable.
+        An empty ``name`` means that only tokens are counted. Raises ConversationLocked if ``name``
+        is not empty and an earlier response of the conversation is unfinished. Raises
+        InvalidRequest if the earlier responses cannot be continued, or if the request names both a
+        response and a conversation. Raises UnknownRequest if an earlier response does not exist,
+        UnknownModel if its model is no longer served, UnknownObject if the conversation does not
+        exist, and LedgerUnavailable.
         """
         if fields.conversation_id is not None:
             if fields.previous_response_id is not None:
@@ -272,10 +275,11 @@ class Responses:
         return await self._truncated(model, conversation)
 
     async def _truncated(self, model: ServedModel, conversation: Conversation) -> RenderedChat:
-        """Return the prompt without the oldest turns, so that it fits into the context.
+        """Return the prompt without as many of the oldest turns as the context requires.
 
-        System messages stay, and so does everything from the last turn of the user on. Raises
-        PromptTooLong if that does not fit. The number of turns to omit is found by bisection.
+        System messages stay, and so does everything from the last turn of the user onwards. The
+        remainder of a shortened conversation begins with a turn of the user other than the first.
+        Raises PromptTooLong if no such part fits. Bisection finds the number of turns to omit.
         """
         roles = [turn.role for turn in conversation.turns]
         first = next((i for i, role in enumerate(roles) if role not in _SYSTEM), 0)
