@@ -73,9 +73,10 @@ async def fetch(
 ) -> None:
     """Download the missing files of a hub model, or convert a GGUF file to a model directory.
 
-    A GGUF file is converted as in ``locate``, and nothing is downloaded for it. The files of a hub
-    model are the configuration, the tokenizer and, with ``weights``, the safetensors files;
-    pickled weights are never downloaded. A local directory is left as it is.
+    A GGUF file is converted as in ``locate``, and nothing is downloaded for it, not even for a
+    packaged model. The files of a hub model are the configuration, the tokenizer and, with
+    ``weights``, the safetensors files; pickled weights are never downloaded. A local directory is
+    left as it is.
 
     ``progress`` is called with the bytes done and the total bytes: first for the configuration and
     the tokenizer, and then, again from 0, for the weights. Several threads call it, but only one at
@@ -99,8 +100,8 @@ def locate(model: str, revision: str = "", *, weights: bool) -> Path:
 
     A GGUF file is converted to a directory in the cache, unless the cache has it already. A local
     directory is returned without a check of its files. Raises ModelUnavailable if files of a hub
-    model are missing on this machine (missing weights only with ``weights``), if ``model`` is no
-    known model, or if the GGUF file cannot be used.
+    or packaged model are missing on this machine, if ``model`` is unknown, or if the GGUF file
+    cannot be used. The weights of a hub model may be missing unless ``weights`` is True.
     """
     if is_hub_id(model, revision):
         return _snapshot(model, revision, weights)

@@ -90,12 +90,13 @@ def load(
 
     Each layer is a nested mapping, and overrides those before it. ``location_of`` is called with
     the dotted path of an invalid setting, and returns the text that precedes the path in the error,
-    such as the file and line. ``copies`` maps the path of each setting that was copied to the path
-    of its original. An invalid copy is not reported if its original is invalid too.
+    such as the file and line. ``copies`` has the paths of settings that are copies as keys, and the
+    paths of their originals as values. An invalid copy is not reported if its original is invalid
+    too.
 
     Raises SettingsError, which lists the invalid settings. Missing settings are listed only if
-    there is no other error. The check of a dataclass (``__post_init__``) reports its first problem,
-    and only once each setting of the dataclass is valid by itself.
+    there is no other error. The check of a dataclass (``__post_init__``) runs only if each setting
+    of the dataclass is valid by itself, and reports only its first problem.
     """
     merged = merge(*layers)
     # The settings are validated as JSON. In this mode pydantic converts lists to tuples and texts
@@ -128,9 +129,10 @@ def to_settings_error(
 ) -> SettingsError:
     """Return a SettingsError for pydantic's ``error`` about the dataclass ``cls``.
 
-    Its message has one line per setting, sorted by the positions of their paths in ``order``.
-    ``location_of`` is called with a setting's dotted path, and returns the text that precedes the
-    line. ``copies`` is that of ``load``.
+    The error's message has one line per problem, sorted by the position of the setting's path in
+    ``order``; paths that are not in ``order`` come last. ``location_of`` is called with a setting's
+    dotted path, and returns the text with which the line begins. ``copies`` is that of ``load``,
+    which also describes the problems that are omitted.
     """
     keys, problems = Keys(cls), _Problems(location_of)
     details = error.errors()
