@@ -39,7 +39,10 @@ def _number(name: str, values: dict[str, Any]) -> Any:
         raise TypeError(f"{name} must be {kind}")
     if name == "top_k":
         return 0 if value == -1 else value
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise TypeError(f"{name} is too large") from None
 
 
 def as_proto(defaults: SamplingParams) -> pb.Sampling:

@@ -74,6 +74,10 @@ LEVEL_VARIABLE = "EVERLIFT_CPU_LEVEL"
 DTYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
 
 
+#: Names of the sources that could not be compiled or loaded in this process.
+_failed: set[str] = set()
+
+
 def compiled(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL | None:
     """Return the library of ``source`` and compiler ``flags``, shipped or compiled on this machine.
 
@@ -98,6 +102,7 @@ def compiled(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         cause = getattr(error, "stderr", None) or str(error)
         log.warning("compilation failed: using slower code", source=source.name, cause=cause[:2000])
+        _failed.add(source.name)
         return None
 
 
@@ -183,7 +188,9 @@ def target_name() -> str:
 
 
 def why_no_code() -> str:
-    """Return why no compiled code can be used, or an empty string if it can be used."""
+    """Return why compiled code is missing, or an empty string if all of it could be used so far."""
+    if _failed:
+        return f"these sources could not be compiled: {', '.join(sorted(_failed))}"
     if shipped_level() is not None or _compiler() is not None:
         return ""
     return f"there is no C++ compiler ({', '.join(_COMPILERS)}), and no library is shipped"

@@ -59,6 +59,7 @@ def test_sampling_defaults_without_file(tmp_path: Path) -> None:
     [
         ({"temperature": "hot"}, "temperature must be a number"),
         ({"temperature": True}, "temperature must be a number"),
+        ({"temperature": 10**400}, "temperature"),
         ({"temperature": -1}, "temperature must be from 0 to 100"),
         ({"temperature": math.nan}, "temperature must be from"),
         ({"top_p": 0}, "top_p must be above 0"),

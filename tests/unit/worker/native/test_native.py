@@ -13,6 +13,7 @@ import torch
 
 from cluster.config import DEMO_MODEL
 from worker.attention.cpu import kernel_flags
+from worker.device.device import arithmetic
 from worker.model.panels import panel_flags
 from worker.model.stack import stack_flags
 from worker.native import native, ship
@@ -30,6 +31,7 @@ needs_compiler = pytest.mark.skipif(
 def unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove the CPU level that limits the other tests."""
     monkeypatch.delenv(native.LEVEL_VARIABLE, raising=False)
+    monkeypatch.setattr(native, "_failed", set())
 
 
 @pytest.fixture
@@ -77,11 +79,17 @@ def test_native_flags_select_separate_library(source: Path) -> None:
 
 
 @needs_compiler
-def test_native_compile_error_is_logged(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_native_compile_error_is_logged_and_remembered(
+    source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker without its compiled code does not promise equal bits."""
+    assert arithmetic(torch.device("cpu"), torch.float32)
     source.write_text("this is not C++\n")
     assert native.compiled(source) is None
     assert "compilation failed" in caplog.text
     assert not libraries(source)
+    assert source.name in native.why_no_code()
+    assert not arithmetic(torch.device("cpu"), torch.float32)
 
 
 def test_native_without_compiler_returns_none(
