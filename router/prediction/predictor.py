@@ -202,11 +202,12 @@ def _ends(ids: Sequence[int], tokenizer: Vocabulary) -> str:
 
 
 def _counts(text: str) -> list[float]:
-    """Return the features of a text, in the order of STATIC from the first feature of WORDS on.
+    """Return the values of those STATIC features that depend on ``text``, in the order of STATIC.
 
-    For each list in WORDS, the value is the number of different words of the list in the text. The
-    other values count code fences, question marks, lines, digits and words. The last two tell
-    whether the text ends in a question mark and whether it ends in a colon.
+    The first values state, for each list in WORDS, how many different words of the list the text
+    contains. The next values count code fences, question marks, line breaks, digits and words. The
+    last two values state whether the text ends in a question mark, and whether it ends in a colon,
+    without regard to trailing whitespace.
     """
     words = _WORD.findall(text.lower())
     counts = [0.0] * len(WORDS)

@@ -1,8 +1,9 @@
 """Explanation of a request (its time breakdown), as clients receive and the ledger stores it. Pure.
 
-With each state change of a request in the ledger, the router that owns the request stores the
-explanation there, in a limited number of bytes. If the router is lost, the time since then is taken
-from the ledger's events.
+The router that owns a request stores the explanation in the ledger when the request is queued again
+after an attempt, and when it ends. The stored message has at most MAX_BYTES bytes. Time that the
+last stored explanation lacks, for example after a loss of the router, is derived from the ledger's
+clock and events.
 """
 
 from __future__ import annotations

@@ -179,11 +179,12 @@ class Requests:
         ``timeout_s`` is the time from the acceptance to the deadline in seconds, or None without a
         deadline. ``journal`` has the times since the request's call; if it is None, they begin now.
 
-        Raises RequestConflict if the id exists with another body, and Elsewhere if another router
-        owns the existing request. Raises QueueFull, DeadlineUnmeetable, RateLimited or LedgerFull
-        if the request is rejected, and RouterStopping or LedgerUnavailable. Raises Moved if another
-        router takes over or discards the existing request meanwhile, and UnknownModel if the
-        existing request ended and was for a model that is no longer served.
+        Raises RequestConflict if the id exists with another body, and Elsewhere if another living
+        router owns the existing, unfinished request. Raises QueueFull, DeadlineUnmeetable,
+        RateLimited or LedgerFull if the request is rejected. Raises RouterStopping if this router
+        is stopping, and LedgerUnavailable if the ledger does not answer or is not durable enough.
+        Raises Moved if another router takes over or discards the existing request meanwhile. Raises
+        UnknownModel if the existing request has ended and its model is no longer served.
         """
         journal = journal or Journal(now())
         opening = self._tasks.spawn(self._submissions.open_request(request, timeout_s, journal))
@@ -217,10 +218,10 @@ class Requests:
 
         An unfinished request is ownerless if the router that owned it is gone.
 
-        Raises UnknownRequest, UnknownModel if an ended request is for a model that is not served,
-        and Elsewhere if another living router owns the request. Raises Moved if another router took
-        it over meanwhile and is not known to be alive. Also raises RouterStopping and
-        LedgerUnavailable.
+        Raises UnknownModel if the request has ended and its model is not served, and Elsewhere if
+        the request is unfinished and another living router owns it. Raises Moved if another router
+        took the request over meanwhile and is not known to be alive. Also raises UnknownRequest,
+        RouterStopping and LedgerUnavailable.
         """
         return await self._takeover.attach(request_id)
 

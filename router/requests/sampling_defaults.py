@@ -18,8 +18,9 @@ def of_model(directory: Path) -> SamplingParams:
     """Return the sampling defaults that the generation_config.json in ``directory`` sets.
 
     Parameters that are absent or null there have Everlift's own defaults, and top_k -1 means no
-    limit. do_sample is ignored, as in vLLM, so a request for greedy outputs must set temperature 0.
-    Raises UnknownModel for a value of the wrong type or out of range.
+    limit. A missing file sets nothing. do_sample is ignored, as in vLLM, so a request for greedy
+    outputs must set temperature 0. Raises UnknownModel if the file cannot be read or is not a JSON
+    object, and for a value of the wrong type or out of range.
     """
     path = directory / _FILE
     values = {name: value for name, value in read_object(path).items() if value is not None}

@@ -102,7 +102,7 @@ class ServedModels:
         return self.requested(submission.model).resolve(submission, turns)
 
     def assume_limits(self, last: Iterable[session_pb2.WorkerInfo]) -> None:
-        """Use the limits of the workers ``last`` until workers of their models are connected.
+        """Use the limits that earlier workers announced, until a worker of the model is connected.
 
         ``last`` has, for each model, the worker that was added to the ledger last, even if that
         worker is gone. Workers of models that the cluster does not serve are ignored.

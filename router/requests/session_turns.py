@@ -34,9 +34,11 @@ class SessionTurns:
     async def find(self, submission: Submission) -> Sequence[Turn]:
         """Return known turns of a submission's session, newest first.
 
-        If this router does not remember the turn that the prompt continues, for example because
-        that turn ended at another router or before a restart, the turn is read from the ledger. If
-        the ledger fails or is slow, only turns that this router remembers are returned.
+        The turn that the prompt continues is read from the ledger if this router does not remember
+        it and the tokenizer has boundaries. The turn may have ended at another router or before a
+        restart. Only turns that this router remembers are returned if the ledger fails or is slow.
+        The result is empty without a session, or if the prompt is not a text. Raises the errors of
+        ``ServedModels.requested``.
         """
         model = self._models.requested(submission.model)
         known, text = self._turns.of(submission, model.name, now()), submission.prompt
@@ -60,7 +62,9 @@ class SessionTurns:
     async def _read(self, submission: Submission, text: str, known: Sequence[Turn]) -> None:
         """Read the longest turn with which ``text`` begins, and remember it.
 
-        Do nothing if that turn is among ``known``, or if ``text`` begins with none.
+        Do nothing if that turn is among ``known``, or if ``text`` begins with none. A turn of
+        another model or fingerprint is not remembered. Raises LedgerUnavailable, and UnknownRequest
+        if the turn was erased or expired meanwhile.
         """
         ids = {turn.request_id for turn in known}
         marks = {turn.request_id: turn.mark for turn in known}

@@ -88,16 +88,21 @@ class PromptMark:
     divisible: Prefix
 
     def match(self, text: str, *, has_added: bool) -> int:
-        """Return the number of characters of the longer prefix with which ``text`` begins, or 0."""
+        """Return the length of ``whole``, or else of ``divisible``, if ``text`` begins with it.
+
+        The length is in characters. Return 0 if ``text`` begins with neither prefix.
+        """
         prefixes = self.whole, self.divisible
         matches = (it for it in prefixes if it.begins(text, has_added=has_added))
         return next((it.num_characters for it in matches), 0)
 
     def is_last(self, text: str, *, has_added: bool) -> bool:
-        """Return whether ``text`` continues this prompt and contains no later one of its session.
+        """Return whether ``text`` continues this prompt without a later prompt of the session.
 
-        A later prompt of the session ends with the same generation prompt, which is the text from
-        the end of ``divisible`` to the end of ``whole``.
+        All prompts of a session are assumed to end with the same generation prompt: the text from
+        the end of ``divisible`` to the end of ``whole``. A later prompt is found if the rest of
+        ``text`` contains the generation prompt more than once. No later prompt is found if
+        ``divisible`` is empty.
         """
         start, end = self.divisible.num_characters, self.whole.num_characters
         is_later = start > 0 and text.count(text[start:end], end) > 1
@@ -118,9 +123,9 @@ class PromptMark:
 class TurnOutput(NamedTuple):
     """Tokens of one output, and its text without the stop string or stop token that ended it.
 
-    ``text`` is the text that the client received: it includes special tokens if the request asked
-    for them (keep_special_tokens). An output with a special token is reused only in that case,
-    because a template can then write its text with the token.
+    ``text`` is the text that the client received: it includes special tokens only if the request
+    asked for them (keep_special_tokens). Otherwise, an output is not reused if a special token
+    precedes a part of its text, because a template cannot write that token.
     """
 
     ids: array[int]
@@ -160,9 +165,9 @@ def splice(
 ) -> Spliced:
     """Return a prompt with the token ids of ``turns``, as far as possible.
 
-    ``turns`` are earlier turns of its session with the same salt. ``has_added`` states whether the
-    tokenizer puts special tokens before the text. Without a suitable turn, the ids are those of the
-    whole text's tokenisation.
+    ``turns`` are earlier turns of the prompt's session, with the same model and the same salt of
+    block hashes (``Request.salt``). ``has_added`` states whether the tokenizer puts special tokens
+    before the text. The ids are those of the whole text's tokenisation if no turn is suitable.
     """
     ids, start, chunk_hashes = _known(text, turns, tokenizer, has_added=has_added)
     ids += encode(text[start:], add_special_tokens=has_added and not start)
@@ -223,10 +228,11 @@ def _skip_spaces(text: str, start: int) -> int:
 
 
 def _shown_ids(output: TurnOutput, tokenizer: Tokenizer) -> array[int] | None:
-    """Return the ids of an output's text, without those of a stop string or stop token.
+    """Return the first ids of an output, up to the end of its text.
 
-    Return None if a stop string begins within a token, or if a special token that the text lacks
-    precedes a part of the text.
+    The ids of a stop string or stop token that the text lacks are thus left out. Return None if the
+    text ends within a token, for example because a stop string begins there. Also return None if a
+    special token that the text lacks, or an id without a token, precedes a part of the text.
     """
     shown = tokenizer.with_special_tokens()
     pieces = [

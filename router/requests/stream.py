@@ -50,8 +50,9 @@ class ChoiceReader:
         given are 0. ``digests`` are, by choice, the digests of these tokens (``token_digest``), to
         be compared with the choice's tokens; they are optional.
 
-        Raises OffsetOutOfRange if there are more offsets than choices, if an offset is negative, or
-        if it exceeds the readable tokens or, with a digest, the request's max_tokens.
+        Raises OffsetOutOfRange if there are more offsets than choices, or if an offset is negative
+        or too large. The largest valid offset is the request's max_tokens for a choice with a
+        digest, and the number of readable tokens for one without.
         """
         self._live = live
         self._explains = explains

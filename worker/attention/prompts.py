@@ -64,7 +64,10 @@ class PromptTensors:
 
 
 def bounds_of(counts: Ints) -> NDArray[np.int32]:
-    """Return the bounds [n + 1] of consecutive runs of ``counts`` [n] items, beginning with 0."""
+    """Return the bounds [n + 1] of n consecutive groups, of which group i has ``counts[i]`` items.
+
+    Bound i is the index of the first item of group i; the last bound is the number of all items.
+    """
     return np.concatenate(([0], counts.cumsum())).astype(np.int32)
 
 

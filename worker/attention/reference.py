@@ -1,10 +1,10 @@
 """Attention in plain torch, on any device.
 
-The blocks of rows with equal numbers of new tokens and of blocks are gathered, and their attention
-is computed in one call. For rows with few new tokens the number of blocks is first padded to a
-power of two, so that more rows share a call; this at most doubles their work. Under a window,
-blocks to which no new token attends are left out. The shape to which a row is padded depends only
-on the row, so its result has the same bits in any batch (on a CPU in fp32).
+Each call computes rows that have the same number of new tokens and the same number of blocks, from
+a gathered copy of their blocks. Blocks to which no new token attends, because of a window, are left
+out. The number of blocks of a row with few new tokens is padded to a power of two, so that more
+rows share a call; this at most doubles the row's work. The shape to which a row is padded depends
+only on the row. The row's result therefore has the same bits in any batch (on a CPU in fp32).
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ def choose_dtype(requested: str, device: torch.device, quantization: str = "none
 
     ``requested`` is ``float32``, ``bfloat16``, ``float16`` or ``auto``; another name raises
     KeyError. ``auto`` is bfloat16 if the device computes in it natively and the weights are not
-    quantised, and float32 otherwise.
+    quantised, and float32 otherwise. ``auto`` raises ValueError on a CPU if native.LEVEL_VARIABLE
+    is invalid and the weights are not quantised.
     """
     if requested != "auto":
         return _DTYPES[requested]
@@ -71,10 +72,12 @@ def name_of(device: torch.device) -> str:
 
 
 def arithmetic(device: torch.device, dtype: torch.dtype) -> str:
-    """Return a name for the arithmetic in use: equal names mean bit-identical results of a row.
+    """Return a name for the arithmetic in use, which is empty if a row's bits depend on the batch.
 
-    The result is empty if the bits depend on the batch. Only compiled code for a CPU, in float32 or
-    bfloat16, computes a row with the same bits in any batch.
+    Equal names that are not empty mean bit-identical results of a row, provided that the dtype is
+    the same. Only compiled code for a CPU, in float32 or bfloat16, computes a row with the same
+    bits in any batch. Raises ValueError if such code can be used and native.LEVEL_VARIABLE is
+    invalid.
     """
     if device.type != "cpu" or dtype == torch.float16 or native.why_no_code():
         return ""

@@ -79,10 +79,10 @@ class Batch:
         return self._pool.num_retained
 
     def num_retained_after(self, now: float, num_allocated: int) -> int:
-        """Return the number of free blocks that sessions will retain at time ``now``, in seconds.
+        """Return the number of free blocks that sessions will retain at a later time.
 
-        ``num_allocated`` is the number of further blocks that are allocated before that time.
-        Retained blocks are allocated last.
+        ``now`` is that time, in seconds. ``num_allocated`` is the number of further blocks that are
+        allocated before it. Retained blocks are allocated last.
         """
         return self._pool.num_retained_after(now, num_allocated)
 

@@ -114,17 +114,18 @@ class BlockPool:
         return self._free.num_retained
 
     def num_retained_after(self, now: float, num_allocated: int) -> int:
-        """Return the number of free blocks that sessions will retain at time ``now``, in seconds.
+        """Return the number of free blocks that sessions will retain at a later time.
 
-        ``num_allocated`` is the number of further blocks that are allocated before that time.
-        Retained blocks are allocated last.
+        ``now`` is that time, in seconds. ``num_allocated`` is the number of further blocks that are
+        allocated before it. Retained blocks are allocated last.
         """
         return self._free.num_retained_after(now, num_allocated)
 
     def num_before_chunk(self, most: int) -> int:
-        """Return how many blocks, up to ``most``, can be allocated without evicting a cached chunk.
+        """Return a number of blocks, at most ``most``, whose allocation evicts no cached chunk.
 
-        The result is a lower bound, even if sessions cease to retain free blocks meanwhile.
+        The largest such number may be greater. The guarantee also holds if sessions cease to retain
+        free blocks before the allocation.
         """
         for number, blocks in enumerate(zip_longest(*self._free.next_blocks())):
             if number == most:

@@ -52,13 +52,14 @@ _PREVIOUS_STEP_FAILED = EngineFailed("the previous step failed")
 class Engine:
     """Engine of one rank, which plans steps with a scheduler and executes them with ``runner``.
 
-    If a step raises an exception of a ``survivable`` type, the sequences that it was to compute end
-    with an error. After any other exception, a second failed step in a row, or DeviceLost, ``step``
-    raises EngineBroken. A survivable MemoryError preempts sequences and makes the next steps
-    smaller; if the step had only one token, its sequence ends with an error.
+    A step that raises an exception of a ``survivable`` type ends its sequences, and those of a step
+    launched after it, with an error. EngineBroken is raised by ``step`` after any other exception,
+    a second failed step in a row, or DeviceLost. A survivable MemoryError preempts sequences
+    instead and makes the next steps smaller, unless the results of a step in flight raise it.
+    Running out of memory in a step of one token ends its sequence with an error.
 
     Each step runs in the context manager that ``within`` returns for its plan. ``stopwatch`` times
-    the parts of steps. ``launch`` is ``runner.launch`` or None. With it, each step is launched
+    the parts of steps. ``launch`` is ``runner.launch`` or None; it lets each step be launched
     before the results of the previous one are committed, which ``limits.can_launch_ahead`` must
     allow.
     """

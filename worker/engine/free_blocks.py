@@ -84,11 +84,11 @@ class FreeBlocks:
         return retained - max(0, num_popped - (len(self) - retained))
 
     def next_blocks(self) -> tuple[Iterator[int], Iterator[int]]:
-        """Return two iterators over blocks that limit which blocks the next pops can return.
+        """Return two iterators whose first blocks include those that the next pops return.
 
-        Each block of the next n pops is among the first n blocks of at least one of the iterators,
-        for every n. The guarantee holds until a block is added or removed, no matter which
-        retentions end meanwhile.
+        Each block that the next n pops return is among the first n blocks of at least one of the
+        iterators, for every n. The guarantee holds until a block is added or removed, no matter
+        which retentions end meanwhile.
         """
         retained = (session.blocks for session in self._sessions.values())
         return iter(self._ordinary), chain(self._lapsed, chain.from_iterable(retained))

@@ -98,8 +98,8 @@ class HostStore:
     def evicted(self, block: int, block_hash: bytes, *, ends_chunk: bool) -> None:
         """Plan to save ``block`` before the planned step overwrites it, if it is marked as needed.
 
-        Nothing is saved if the store already has a block with ``block_hash`` or has no host block
-        for it.
+        ``ends_chunk`` means that the block is the last one of a chunk. Nothing is saved if the
+        store already has a block with ``block_hash`` or has no host block to spare.
         """
         if block_hash not in self._needed or block_hash in self:
             return

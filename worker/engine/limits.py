@@ -52,9 +52,10 @@ class Limits:
     ``watermark_blocks`` is the number of blocks that must stay free when a sequence is admitted
     while others are in the batch. All sessions together retain at most ``max_retained_blocks`` free
     blocks, and each session for ``session_retention_s`` seconds. ``adapters`` maps the name of each
-    LoRA adapter that the engine was started with to its digest. The engine has at most
-    ``num_adapter_slots`` adapters in memory at once; with 0 slots, the engine serves only those in
-    ``adapters``. A request may have ``max_images`` images.
+    LoRA adapter that the engine was started with to the adapter's digest. An engine with adapter
+    slots loads adapters while it runs, and has at most ``num_adapter_slots`` of them in memory at
+    once. An engine without slots loads none while it runs, and serves only those in ``adapters``. A
+    request may have at most ``max_images`` images.
     """
 
     num_blocks: int

@@ -14,8 +14,8 @@ from everlift.v1 import session_pb2
 class SequenceKey(NamedTuple):
     """Key of a sequence within a worker.
 
-    ``epoch`` is the number of an attempt at a request: each time the request is sent to a worker is
-    one attempt. ``choice`` is the index of the choice within the request.
+    ``epoch`` is the random id of an attempt, which is one stay of a request at a worker. ``choice``
+    is the index of the choice within the request.
     """
 
     epoch: int
@@ -80,8 +80,9 @@ class SequenceUpdate(NamedTuple):
     ``residence`` is the last preemption or resumption, or None. ``preemptions`` and
     ``recomputed_tokens`` count since the last outcome. ``waited_s`` is the time in seconds from the
     sequence's arrival at this worker to its first step; it is reported once and otherwise None.
-    ``cached_tokens``, the number of tokens found in the prefix cache, is reported together with it,
-    and so is ``adapter_s``, the part of the wait in which its adapter was not loaded.
+    ``cached_tokens`` and ``adapter_s`` are reported together with ``waited_s``. ``cached_tokens``
+    is the number of tokens found in the prefix cache. ``adapter_s`` is the part of the wait, in
+    seconds, in which the sequence's adapter was not loaded.
     """
 
     residence: Residence | None = None

@@ -319,7 +319,8 @@ class LaunchedStep(Protocol):
     def results(self) -> list[RowResult]:
         """Wait for the sampled tokens, and return a result for each row.
 
-        Raises OutOfMemory, DeviceLost, or another exception if the step fails.
+        Raises OutOfMemory on all ranks, a plain MemoryError on this rank alone, DeviceLost, or
+        another exception if the step fails.
         """
         ...
 

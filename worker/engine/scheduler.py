@@ -45,8 +45,10 @@ from worker.engine.speculation import MAX_READ, Drafter
 class Scheduler:
     """Scheduler of an engine.
 
-    Call ``schedule`` and ``commit`` in turns. Call ``add``, ``remove`` and ``set_policy`` only
-    between a ``commit`` and the next ``schedule``. The same calls always make the same plans.
+    A plan with rows must be committed, failed, retracted or launched before ``schedule``, ``add``,
+    ``remove`` or ``set_policy`` is called next. A launched plan (``mark_launched``, then
+    ``InFlightStep.launch``) must be ended by ``commit_in_flight`` or ``fail_in_flight`` before the
+    next plan is ended. The same calls always make the same plans.
     """
 
     def __init__(self, limits: Limits, batch: Batch | None = None) -> None:
@@ -208,8 +210,9 @@ class Scheduler:
     def fail_in_flight(self, flight: InFlightStep, error: EverliftError) -> list[Outcome]:
         """End, with ``error``, the sequences of a failed step in flight; return their outcomes.
 
-        Sequences that were removed since the launch are left out. Their blocks may belong to other
-        sequences by now, so the whole prefix cache is emptied.
+        Sequences that were removed since the launch are left out. The whole prefix cache is emptied
+        in any case, because blocks that the step was to write may belong to other sequences by now.
+        Preemptions that were not reported yet are reported too.
         """
         self._batch.invalidate_all()
         slots = flight.remaining_plan().rows.slots.tolist()
@@ -261,12 +264,13 @@ class Scheduler:
     def _allocate_or_preempt(self) -> None:
         """Give every sequence in the batch the block that its last token needs.
 
-        Blocks that hold only draft tokens are freed first if too few blocks are free. Sequences are
-        then preempted until enough are free. The lowest priority is preempted first, and within a
-        priority the sequence with the fewest computed tokens, which is the cheapest to recompute.
-        Thus, among the sequences of the highest priority, the one with the most computed tokens is
-        never preempted. A sequence that is the only one preempted cannot be admitted again in the
-        same step, because too few blocks are left free.
+        Sequences that have reached a length limit get none. Blocks that hold only draft tokens are
+        freed first if too few blocks are free. Sequences are then preempted until enough are free.
+        The lowest priority is preempted first, and within a priority the sequence with the fewest
+        computed tokens, which is the cheapest to recompute. The sequence with the most computed
+        tokens among those of the highest priority is thus never preempted. A single preempted
+        sequence is not admitted again in the same step, because too few blocks are left free for
+        it.
         """
         growing = self._batch.slot_table.lacking()
         lacking = len(growing)
@@ -289,11 +293,12 @@ class Scheduler:
         self._victims[victim.key] = victim
 
     def _rows_to_preempt(self, plan: Plan) -> list[Row]:
-        """Return the rows whose sequences to preempt after a step that ran out of memory.
+        """Return the rows of the sequences to preempt after a step that ran out of memory.
 
-        First come the rows of newly admitted sequences, which may depend on blocks that the plan
-        itself was to fill. Then the largest of the other rows are added, until the remaining rows
-        have at most half of the plan's tokens, or only one row remains.
+        The rows of newly admitted sequences come first, because they may depend on blocks that the
+        plan itself was to fill. The ``num_computed`` of newly admitted sequences is set to 0. The
+        largest of the other rows follow, until the remaining rows have at most half of the plan's
+        tokens, or only one row remains.
         """
         rows = [row for row in plan.rows if row.slot not in self._newcomers]
         rows.sort(
@@ -354,8 +359,8 @@ class Scheduler:
     def _draft(self, sequence: Sequence, drafter: Drafter, budget: int) -> tuple[int, ...]:
         """Return at most ``budget`` draft tokens, and allocate blocks for them.
 
-        The blocks stay in the block table until output tokens fill them. Only free blocks are used:
-        no sequence is preempted for drafts.
+        The blocks stay in the block table for later output, unless ``Batch.release_drafts`` frees
+        them. Only free blocks are used: no sequence is preempted for drafts.
         """
         most = min(budget, self._max_drafts(sequence))
         if most <= 0:

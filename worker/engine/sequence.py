@@ -323,7 +323,7 @@ class Sequence:
             self.tokens.append(UNKNOWN)
 
     def commit_step(self, num_computed: int, sampled: bool) -> None:
-        """Undo ``mark_launched``: set ``num_computed`` to the value before the launched row.
+        """Undo ``mark_launched``; ``num_computed`` is the value before the launched row.
 
         UNKNOWN is removed if the row samples a token (``sampled``).
         """

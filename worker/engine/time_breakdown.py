@@ -56,7 +56,7 @@ class TimeBreakdown(NamedTuple):
 
     @property
     def parts(self) -> tuple[float, ...]:
-        """Values indexed by ``Part``: seconds, and from ``Part.STEPS`` on counts."""
+        """Values indexed by ``Part``: seconds before ``Part.STEPS``, counts from that index on."""
         return self[1:]
 
     @property

@@ -153,9 +153,9 @@ class TimeBreakdowns:
     def report(self) -> list[SequenceBreakdown]:
         """Return the breakdowns to send to routers, up to the end of the last step.
 
-        The report includes sequences that were preempted, ended, or completed their prefill since
-        the last report. It also includes the sequences of a few slots in turn, so that each slot is
-        reported every 5 s.
+        The report includes sequences that were preempted, ended during a step, or
+        completed their prefill since the last report. The sequences of a few slots are added in
+        turn, so that each slot is reported every 5 s.
         """
         removed, self._removed = self._removed, []
         slots = self._prefilled.union(self._due_slots(self._now))
@@ -385,10 +385,11 @@ class TimeBreakdowns:
         self._columns[Part.STEPS][absent] -= 1
 
     def _flush_decodes(self, slots: Ints) -> None:
-        """Charge as decode time the seconds of ``slots`` in ``Decodes``, and reset these to 0.
+        """Add the seconds that ``Decodes`` has for each of ``slots`` to the slot's decode time.
 
-        The same seconds are subtracted from the decode interference. All of ``slots`` must be
-        tracked by ``Decodes``, as the slots of decoding sequences are.
+        The same seconds are subtracted from the decode interference, and restart at 0 in
+        ``Decodes``. All of ``slots`` must be tracked by ``Decodes``, as the slots of decoding
+        sequences are.
         """
         self._move(Part.DECODE_INTERFERENCE, Part.DECODE, slots, self._decodes.pop_seconds(slots))
 

@@ -152,7 +152,7 @@ class GrammarCompiler:
         return CompiledGrammar(channel, compiled.eos_token_ids, compiled.num_bytes)
 
     async def _reply(self, sock: socket.socket, grammar: Grammar) -> bytes:
-        """Return the body of the grammar process's reply to ``compile``.
+        """Send ``grammar`` to a new grammar process over ``sock``; return the body of its reply.
 
         Raises EngineFailed if the process did not start, and InvalidGrammar if it refuses the
         grammar, ends or does not reply in time. A refusal is cached, because a second compilation

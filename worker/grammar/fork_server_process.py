@@ -58,7 +58,7 @@ def _run_grammar_process(sock: socket.socket, model: Model, launch: Launch) -> N
 
 
 def _bound_memory(mib: int) -> None:
-    """Limit the growth of this process's data to ``mib`` MiB plus the stack of the compiler.
+    """Limit the growth of this process's data to ``mib`` MiB plus the compiling thread's stack.
 
     The process also becomes the OOM killer's first choice. Does nothing on systems other than
     Linux.

@@ -176,8 +176,9 @@ class GrammarProcess:
     def _advance(self, place: Place, tokens: Sequence[int]) -> bytes:
         """Advance ``place`` by ``tokens``, and return the mask of the next token.
 
-        After a stop token the result is empty. Raises Refused if the grammar does not allow one of
-        ``tokens``, or allows no token after them.
+        The result is empty after a stop token. Raises Refused if the grammar does not allow one of
+        ``tokens``, or allows no token after them. Raises LimitExceeded if llguidance exceeds a
+        limit.
         """
         for at, token in enumerate(tokens):
             if token in place.stops and place.matcher.is_accepting() and at == len(tokens) - 1:
@@ -224,8 +225,9 @@ class GrammarProcess:
     def _mask(self, place: Place, problem: str = "") -> NDArray[np.int32]:
         """Return the bit mask of the tokens that may come next, one bit per token.
 
-        Stop tokens are allowed only where the grammar is complete. If no token is allowed, raises
-        Refused with the message ``problem``; with an empty ``problem`` the mask is returned.
+        Stop tokens are allowed only where the grammar is complete. Raises Refused with the message
+        ``problem`` if no token is allowed; with an empty ``problem`` the mask is returned. Raises
+        LimitExceeded if llguidance exceeds a limit.
         """
         is_complete = place.matcher.is_accepting()
         computed = allowed_tokens(place.matcher)
@@ -254,7 +256,7 @@ def _lower_priority() -> None:
 
 
 def _return_stack() -> None:
-    """Lower the memory limit by the size of the compiler's stack, which has been freed."""
+    """Lower the memory limit by the size of the compiling thread's stack, which has been freed."""
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if limit != resource.RLIM_INFINITY:
         lowered = limit - COMPILE_STACK_BYTES

@@ -116,11 +116,11 @@ def _check_value(value: Json, path: Path) -> None:
 
 
 def _moved_bounds(schema: Mapping[str, Json]) -> dict[str, float]:
-    """Return replacements for those exclusive bounds that llguidance would allow as values.
+    """Return replacements for those exclusive bounds that llguidance may allow as values.
 
     A replacement is the bound, moved slightly inwards. llguidance 1.9 allows "-0" as a number below
-    0. It also allows an integral exclusive bound if the other bound has the same integral part: 1
-    as a number above 1 and below 1.25.
+    0. An integral exclusive bound may also be allowed if the other bound is less than 1 away. The
+    value 1, for example, is allowed where numbers must be above 1 and below 1.25.
     """
     least = max(_bounds(schema, "minimum", "exclusiveMinimum"), default=-inf)
     most = min(_bounds(schema, "maximum", "exclusiveMaximum"), default=inf)
@@ -169,11 +169,14 @@ def _close_objects(root: Json) -> None:
 def _subschemas(
     schema: Mapping[str, Json], may_close: bool, root: Json
 ) -> Iterator[tuple[Json, bool]]:
-    """Yield each part of ``schema`` and the target of its `$ref`, with whether it may be closed.
+    """Yield the parts of ``schema`` and its `$ref`'s target, each with whether it may be closed.
 
-    ``may_close`` is whether ``schema`` may be closed. A part that applies to the same object may be
-    closed only if ``schema`` may be, and if nothing else in ``schema`` may declare properties.
-    ``root`` is the whole schema.
+    ``may_close`` is whether ``schema`` itself may be closed. Parts that apply to other values than
+    ``schema`` does, such as properties, may always be closed. A part that applies to the same value
+    may be closed only if ``schema`` may be, and if nothing else in ``schema`` may declare
+    properties. The target counts as such a part, and is None if the `$ref` points to nothing. Other
+    branches of the same `anyOf` or `oneOf` do not count as something else. ``root`` is the whole
+    schema.
     """
     is_alone = len(_DECLARES & schema.keys()) == 1
     for keyword, value in schema.items():

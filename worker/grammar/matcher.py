@@ -74,10 +74,11 @@ class Matcher:
         weakref.finalize(self, channel.drop_matcher, number)
 
     def is_ready(self) -> bool:
-        """Return whether ``mask`` may be called now, because it returns or raises at once or soon.
+        """Return whether ``mask`` would return or raise without a long wait.
 
-        While all grammar processes together have little work, this is always True. Otherwise it is
-        True only if the mask of the next token, or an error, has arrived.
+        The result is True whenever all grammar processes together have little work. Otherwise it is
+        True only if the mask of the next token, or an error, has arrived. The result is then False
+        between ``mask`` and ``accept``, because the token to sample is not known yet.
         """
         if not self._channel.is_busy:
             return True
@@ -88,12 +89,12 @@ class Matcher:
     def mask(self, drafts: Sequence[int], into: Tensor, waiting_since: float) -> int:
         """Fill ``into`` with bit masks of allowed tokens, and return the number of allowed drafts.
 
-        ``into`` is int32 [1 + len(drafts), words of the vocabulary], on the CPU. Its rows are the
-        masks after the output and after each allowed draft; further rows are 0. A stop token is
-        never an allowed draft. While the grammar processes are busy, no drafts are allowed, because
-        their masks would have to wait for all queued requests. ``waiting_since`` is the monotonic
-        time at which the step began to wait for masks. Raises EverliftError if the sequence
-        cannot continue.
+        ``into`` is int32 [1 + len(drafts), words], on the CPU; ``words`` is the number of 32-bit
+        words of a mask, which has one bit per token. The rows are the masks after the output and
+        after each allowed draft; further rows are 0. A stop token is never an allowed draft. No
+        drafts are allowed while the grammar processes are busy, because their masks would have to
+        wait for all queued requests. ``waiting_since`` is the monotonic time at which the step
+        began to wait for masks. Raises EverliftError if the sequence cannot continue.
         """
         into.zero_()
         _fill(into[:1], self._mask_of_next(waiting_since))

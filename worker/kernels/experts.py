@@ -98,8 +98,8 @@ def sum_experts(
 ):
     """Write the weighted sum of each token's experts to ``out`` [tokens, width].
 
-    ``results`` are [tokens * TOP_K, width], ``weights`` fp32 [tokens, TOP_K]. With HAS_SHARED,
-    ``shared`` [tokens, width] times ``shared_weights`` fp32 [tokens] comes last. There is one
+    ``results`` are [tokens * TOP_K, width], ``weights`` fp32 [tokens, TOP_K]. HAS_SHARED means that
+    ``shared`` [tokens, width] times ``shared_weights`` fp32 [tokens] is added last. There is one
     program per (token, BLOCK columns).
     """
     token = tl.program_id(0).to(tl.int64)

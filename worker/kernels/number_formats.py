@@ -1,7 +1,7 @@
 """Conversions between small number formats and floats, by integer operations.
 
-They need no instruction that only newer GPUs have. Triton itself converts e4m3 from compute
-capability 8.9 on.
+The conversions need no instruction that only newer GPUs have. Triton's own conversions of e4m3
+require compute capability 8.9 or later.
 """
 
 from __future__ import annotations

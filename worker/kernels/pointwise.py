@@ -71,7 +71,11 @@ def gate_and_multiply(
 
 @triton.jit
 def gated(x, up, ACTIVATION: tl.constexpr):
-    """Return the activation of the gate ``x`` times ``up``, both fp32."""
+    """Return activation(``x``) * ``up``, where ``x`` is the gate; both are fp32.
+
+    The activation gpt_oss limits ``x`` to at most 7 and ``up`` to -7..7, and multiplies by
+    ``up`` + 1.
+    """
     if ACTIVATION == "silu":
         active = x / (1.0 + tl.exp(-x))
     elif ACTIVATION == "gelu":

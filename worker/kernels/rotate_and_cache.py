@@ -41,8 +41,9 @@ def turn_and_place(
     There is one program per (token, BLOCK_HEADS heads). The heads are those of ``rotated`` [tokens,
     NUM_QUERY + KV_HEADS, HEAD_DIM], queries before keys, followed by those of ``value`` [tokens,
     KV_HEADS, HEAD_DIM]. ``cache`` points to one layer's keys of block 0; the values of a block
-    begin ``value_offset`` elements after its keys. With IS_FP8 the cache gets codes of e4m3.
-    Nothing is written for a token with a negative position.
+    begin ``value_offset`` elements after its keys. Token t belongs to row ``row_of_token[t]`` of
+    ``tables`` [rows, ``table_width[0]``], which has the ids of its blocks. IS_FP8 means that the
+    cache gets codes of e4m3. Nothing is written for a token with a negative position.
 
     ``cos`` and ``sin`` fp32 [tokens, 2 * HALF] are an Angle of worker.model.rope. The features i
     and i + HALF of a head are rotated as a pair. Columns i and i + HALF of ``cos`` have the cosine

@@ -1,14 +1,14 @@
 """Sampling kernel: samples a token per row from logits, as worker.runner.sampling_backend defines.
 
-A program samples one row. It reads the logits of a greedy row once. It reads those of another row
-three times, and ten (top_k) or eleven (top_p) more times for each filter in use. While it reads,
-each lane keeps its own sum or maximum. The lanes are combined only at the end of the row, because
-all threads must wait for each other to combine them. Only the last read, which finds the token,
-combines them after every block, because it needs the sum over all earlier tokens.
+A program samples one row. The logits of a greedy row are read once. The logits of any other row
+are read three times, plus ten times if top_k is in use and eleven times if top_p is. Each lane
+keeps its own sum or maximum during a read. The lanes are combined only at the end of the row,
+because all threads must wait for each other to combine them. Only the last read, which finds the
+token, combines them after every block, because it needs the sum over all earlier tokens.
 
 Each filter keeps all weights from a threshold upwards. The threshold of min_p is known; those of
 top_k and top_p are found without sorting. Non-negative floats have the same order as their bits,
-read as integers. Each of ten passes determines one digit, of three bits, of the threshold: it
+read as integers. Each of ten passes determines one digit, of three bits, of the threshold. A pass
 computes the number (top_k) or the total mass (top_p) of the weights that have each value of this
 digit.
 """

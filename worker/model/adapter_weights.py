@@ -41,7 +41,8 @@ def load_adapters(
     empty list if ``num_slots`` is 0. Adapters with equal files share a slot. The layers must not be
     packed yet. A collective: all ranks must call it. Raises ModelUnavailable if files are missing,
     and ValueError if a text is invalid or a name occurs twice. Raises BadAdapter if files are
-    invalid, do not fit the model, or differ from those of rank 0.
+    invalid, do not fit the model, or differ from those of rank 0. Raises OSError if a file cannot
+    be read.
     """
     if not num_slots:
         return []
@@ -61,7 +62,7 @@ def packed_adapter(decoder: Decoder, spec: ModelSpec, adapter: Adapter) -> list[
     """Read an adapter's matrices; return this rank's share of them for ``Decoder.place_adapter``.
 
     May run in any thread. Raises BadAdapter if they are invalid, do not fit the model, or have
-    changed since ``adapter`` was read.
+    changed since ``adapter`` was read. Raises OSError if a file cannot be read.
     """
     packed = decoder.packed_adapter(_matrices(adapter, spec))
     if digest_of(adapter.directory) != adapter.digest:

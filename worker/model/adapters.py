@@ -81,7 +81,8 @@ def read_adapters(texts: Iterable[str], model: Path) -> list[Adapter]:
     """Return the adapters of the setting ``adapters``, for the model in a directory.
 
     Raises ValueError if a text is invalid or a name occurs twice. Raises ModelUnavailable if files
-    are missing, and BadAdapter if they are invalid or do not fit the model.
+    are missing, and BadAdapter if they are invalid or do not fit the model. Raises OSError if a
+    file cannot be read.
     """
     return [read_adapter(source, model) for source in parse_adapters(texts)]
 
@@ -227,7 +228,11 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _rank(config: dict[str, Any], tensors: list[StoredTensor]) -> int:
-    """Return the largest rank of an adapter's layers; raise BadAdapter if it is no LoRA adapter."""
+    """Return the largest rank of an adapter: of its layers and of ``r`` in its configuration.
+
+    Raises BadAdapter if the adapter is not a LoRA adapter, has no LoRA weights, or uses an
+    unsupported part of peft. Raises BadAdapter too if ``r`` is invalid or a rank is above MAX_RANK.
+    """
     if (kind := config.get("peft_type")) != "LORA":
         raise BadAdapter(f"{ADAPTER_CONFIG} has peft_type {kind!r}; only LORA is supported")
     used = [key for key in _UNSUPPORTED if config.get(key)]
@@ -256,7 +261,11 @@ def _is_first_factor(tensor: StoredTensor) -> bool:
 
 
 def _check_base(tensors: list[StoredTensor], model: dict[str, Any]) -> None:
-    """Raise BadAdapter if a layer of an adapter does not exist in the model, or has another size.
+    """Raise BadAdapter if an adapter does not fit the model with the configuration ``model``.
+
+    The number of each adapted decoder layer must be below the model's number of layers. Linear
+    layers whose input is the hidden state must have the model's hidden size as their input size.
+    A value that ``model`` lacks is not checked.
 
     The name of the base model is not compared, because a model may have other names, and adapters
     fit its quantised variants.

@@ -48,7 +48,8 @@ class StoredTensor:
 def read_tensors(path: Path) -> list[StoredTensor]:
     """Return the tensors of a safetensors file in the order of their data.
 
-    Raises BadCheckpoint if the file is missing, malformed or truncated.
+    Raises BadCheckpoint if the file is missing, malformed or truncated, and OSError if it cannot be
+    read.
     """
     try:
         header = read_header(path)

@@ -454,7 +454,10 @@ class Decoder:
             parts.embedding.pack(packing)
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the slices of checkpoint tensors that this rank needs, and where each is stored."""
+        """Yield the slices of checkpoint tensors that this rank needs, and what each is read into.
+
+        The target of a slice is a parameter or a part of one.
+        """
         parts = self.layer_by_layer
         yield from parts.embedding.pieces()
         for layer in parts.layers:

@@ -350,7 +350,7 @@ def quantised_rows(x: Tensor, operand: Operand) -> tuple[Tensor, Tensor]:
 
 
 def _dequantised(x: Tensor, operand: Operand) -> Tensor:
-    """Return ``x`` in fp32 as it is after quantised_rows."""
+    """Quantise ``x`` with quantised_rows, and return the dequantised values in fp32."""
     codes, scales = quantised_rows(x, operand)
     length = operand.group or operand.inputs
     groups = (torch.arange(operand.inputs, device=x.device) + operand.skipped) // length

@@ -73,10 +73,11 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Linear layer of the checkpoint, or a slice of a fused one, and this rank's share of it.
+    """Linear layer or vector of the checkpoint, or slice of a fused layer, and this rank's share.
 
-    ``size`` is the checkpoint tensor's length in the dimension that is split over the ranks: output
-    features in a ColumnLinear, input features in a RowLinear. ``share`` is this rank's range in it.
+    ``size`` is the checkpoint tensor's length in the dimension that is split over the ranks. The
+    dimension has output features in a ColumnLinear, input features in a RowLinear, and the elements
+    of a vector. ``share`` is this rank's range in that dimension.
     """
 
     name: str
@@ -146,7 +147,7 @@ class ColumnLinear:
         self.adapters = LinearAdapters(number, self._inputs, outputs, place.dtype, place.device)
 
     def packed_adapter(self, adapter: Adapter) -> PackedParts:
-        """Return this rank's share of an adapter: all of A, and the rows of B of its outputs."""
+        """Return this rank's share of an adapter: all of A, and B's rows for the rank's outputs."""
         assert self.adapters is not None, "there are no slots"
         return self.adapters.pack(self._share_of(adapter))
 
@@ -219,7 +220,10 @@ class RowLinear:
         self.adapters = LinearAdapters(number, *size, place.dtype, place.device)
 
     def packed_adapter(self, adapter: Adapter) -> PackedParts:
-        """Return this rank's share of an adapter: the columns of A of its inputs, and all of B."""
+        """Return this rank's share of an adapter: some columns of A, and all of B.
+
+        The columns are those for this rank's inputs.
+        """
         assert self.adapters is not None, "there are no slots"
         return self.adapters.pack(self._share_of(adapter))
 

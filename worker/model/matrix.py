@@ -127,7 +127,7 @@ def are_close(product: Tensor, expected: Tensor, inputs: int) -> bool:
     """Return whether two products differ only by the order of fp32 sums and the final rounding.
 
     ``inputs`` is the number of terms of each sum. The result is False if ``product`` has a value
-    that is not finite where that of ``expected`` is finite.
+    that is not finite although all values of ``expected`` are finite.
     """
     rounding = torch.finfo(expected.dtype).eps + inputs**0.5 * torch.finfo(torch.float32).eps
     furthest = (product.float() - expected.float()).abs().max()

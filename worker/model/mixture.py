@@ -4,6 +4,8 @@
     y = sum of p[e] * expert[e](x)                 over the top_k experts e with the largest p
         + sigmoid(shared_gate(x)) * shared(x)      if there is a shared expert
 
+The p[e] of the top_k experts are first divided by their sum if ``Experts.normalised``.
+
 One C++ call computes the block if all weights are in panels (mixture.h). A GPU computes the block
 with a few Triton kernels if they work (kernel_mixture.py). Otherwise a loop calls each expert with
 just the tokens that chose the expert.

@@ -314,7 +314,7 @@ def _is_right(packing: PanelPacking, dtype: torch.dtype, weights: torch.dtype) -
 
 
 def _multiplies_codes(packing: PanelPacking, dtype: torch.dtype, codes: CodeType) -> bool:
-    """Return whether products with a random quantised weight equal those of torch."""
+    """Return whether products with a random quantised weight are close to those of torch."""
     generator = torch.Generator().manual_seed(0)
     outputs, inputs = packing.width + 20, 97
     zeros = codes == "int4"

@@ -90,8 +90,8 @@ class Quantised:
     """Weight [outputs, inputs] in the canonical form; a Form that multiplies with torch.
 
     ``blocks`` are the layers, or shares of layers, whose outputs follow each other in the weight.
-    All blocks have the same inputs. If ``inputs`` is a larger number, the further inputs are
-    padding, which has no codes.
+    All blocks have the same inputs. The argument ``inputs`` is the number of inputs of the weight;
+    those beyond the inputs of the blocks are padding, which has no codes.
     """
 
     def __init__(
@@ -220,12 +220,12 @@ class Quantised:
         return codes.piece(size[::-1] if is_transposed else size, into)
 
     def stacked_pieces(self, name: str, expert: int, experts: int) -> Iterator[Piece]:
-        """Yield the slices of two tensors that form this weight, which is of expert ``expert``.
+        """Yield the pieces of two checkpoint tensors from which this weight is filled.
 
         The tensors, named ``name`` with the suffix ``_blocks`` or ``_scales``, contain the weights
-        of all experts, whose number is ``experts``. Outputs in the tensors alternate between the
-        layers of this weight, such as gate and up. The scales are powers of two, stored as
-        exponents.
+        of all ``experts`` experts. The number of this weight's expert is ``expert``. Outputs
+        in the tensors alternate between the layers of this weight, such as gate and up. The scales
+        are powers of two, stored as exponents.
         """
         num_layers, column = len(self._blocks), 0
         for layer, block in enumerate(self._blocks):
@@ -335,12 +335,16 @@ class Quantised:
 class _Codes:
     """Writer of the codes or zero points of the tensor ``name``, a matrix of codes.
 
-    Only the codes in the ranges ``rows`` and ``columns`` of the matrix are written. ``packed`` is
-    the dimension along which words, of type ``word``, hold several codes, or None if each code is
-    an element. ``order`` has the index in a word of each of its codes; None stands for ascending
-    order. ``put`` receives codes [outputs, inputs], or zero points [outputs, groups], and the
-    indices of the first one. Both indices count from the start of the range. ``write`` raises
-    BadCheckpoint if an e4m3 code is NaN.
+    Only the codes in the ranges ``rows`` and ``columns`` of the matrix are written. Outputs are the
+    rows of the matrix, or its columns if ``is_transposed``. ``packed`` is the dimension along
+    which words, of type ``word``, hold several codes of ``bits`` bits. A ``packed`` of None means
+    that each code is an element, of the safetensors type ``element``. ``order`` has the index in a
+    word of each of its codes; None stands for ascending order. Each code is increased by
+    ``offset``, modulo 2 ** ``bits``, and then combined with ``flip`` by exclusive or.
+
+    ``put`` receives codes [outputs, inputs], or zero points [outputs, groups]. The other arguments
+    are the index of the first output and that of the first input or group; both count from the
+    start of their range. ``write`` raises BadCheckpoint if an e4m3 code is NaN.
     """
 
     put: Callable[[Tensor, int, int], None]

@@ -73,10 +73,10 @@ class WeightFormat:
         return not any(_names(pattern, layer) for pattern in self.excluded)
 
     def ignores(self, tensor: str) -> bool:
-        """Return whether the products do not need the checkpoint tensor named ``tensor``.
+        """Return whether the matrix products do not need the checkpoint tensor named ``tensor``.
 
-        The tensor must be one that fills no parameter. GPTQ stores a bias for each layer,
-        which is zero, and not needed, if the model has none.
+        The tensor must be one that fills no parameter. GPTQ stores a bias of zeros, which
+        is not needed, for each layer that has no bias in the model.
         """
         unread = _UNREAD
         if not self.has_zeros:

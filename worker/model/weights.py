@@ -99,7 +99,7 @@ def stored_dtype(directory: str | Path, reads_weights: bool = True) -> torch.dty
     """
     if not reads_weights:
         config = HfConfig.read(Path(directory) / "config.json")
-        return _CONFIG_DTYPES.get(config.get("dtype") or config.get("torch_dtype"))
+        return _CONFIG_DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")))
     dtypes = {
         tensor.dtype
         for tensor in _tensors(Path(directory))

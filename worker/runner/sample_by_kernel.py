@@ -1,4 +1,7 @@
-"""Sampling on a GPU by a Triton kernel (worker.kernels.sampling), without sorting or waiting."""
+"""Sampling on a GPU by a Triton kernel (worker.kernels.sampling).
+
+The kernel does not sort, and the host does not wait for the device.
+"""
 
 from __future__ import annotations
 

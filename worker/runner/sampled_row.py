@@ -91,7 +91,8 @@ class SampledRow:
     def banned_tokens(self) -> Iterator[tuple[int, int]]:
         """Yield pairs (site, token): the tokens that would complete a banned sequence at each site.
 
-        Tokens that min_tokens, the grammar or ``allowed_ids`` forbid are not included.
+        Only ``slot.banned`` counts: min_tokens, the grammar and ``allowed_ids`` neither add nor
+        remove pairs.
         """
         if self.slot.banned is not None:
             for index, site in enumerate(self.sites):

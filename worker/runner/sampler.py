@@ -206,11 +206,11 @@ class Sampler:
     # changes of the logits before the temperature
 
     def _process_logits(self, logits: Tensor, rows: Sequence[SampledRow]) -> Tensor | None:
-        """Apply bias, masks, min_tokens and penalties to the logits of ``rows``, in place.
+        """Apply bias, masks, bans, min_tokens and penalties to the logits of ``rows``, in place.
 
-        ``logits`` are [n, vocab]. Returns bool [n], or None if ``rows`` is empty. It is True for
-        each row of logits of ``rows`` whose largest logit was not finite before: it had a NaN or
-        +inf, or only -inf. It is False for all other rows.
+        ``logits`` are [n, vocab]. Returns bool [n], one item per row of logits, or None if ``rows``
+        is empty. An item is True if its row of logits belongs to one of ``rows``, and had a NaN, a
+        +inf or only -inf before the changes.
         """
         if not rows:
             return None

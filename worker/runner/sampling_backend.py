@@ -131,9 +131,9 @@ def filter_thresholds(weights: Tensor, filters: NDArray[np.float64]) -> Tensor:
     ``filters`` [n, 4] are temperature, which is ignored, and top_k, top_p and min_p, in the form
     of SamplingMetadata.
 
-    Only the largest weights of each row are examined first. No smaller weight is kept if the
-    smallest of them is not. Rows for which this is not certain are examined again with all their
-    weights.
+    Each row's _CANDIDATES largest weights are examined first. Filters that drop the smallest of
+    these candidates drop all smaller weights too. Rows for which this is not certain are examined
+    again with all their weights.
     """
     vocab = weights.shape[1]
     total = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
@@ -148,10 +148,11 @@ def filter_thresholds(weights: Tensor, filters: NDArray[np.float64]) -> Tensor:
 
 
 def _filter(top: Tensor, total: Tensor, filters: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
-    """Return the smallest kept weight of ``top`` [n, w], and whether it is final for the whole row.
+    """Return the smallest weight that the filters keep in each row of ``top``, [n, 1].
 
-    ``top`` has each row's largest weights in descending order, ``total`` [n, 1] the sum of all its
-    weights. The results are [n, 1] and bool [n].
+    The second result, bool [n], is True if all weights of the row would certainly give the same
+    smallest weight. ``top`` [n, w] has each row's largest weights in descending order, ``total``
+    [n, 1] the sum of all weights of the row. ``filters`` are those of ``filter_thresholds``.
     """
     width = top.shape[1]
     top_k, top_p, min_p = (_column(column, top) for column in filters.T[1:])

@@ -129,7 +129,10 @@ class AdapterTable:
             self._assign()
 
     def finish(self, loaded: AdapterLoaded) -> list[SequenceKey]:
-        """Note the result of an order; return the sequences that cannot start if it failed."""
+        """Note the result of a load; return the keys of the sequences that cannot start.
+
+        The list has all sequences that use the slot if the load failed, and is empty otherwise.
+        """
         slot = self._slots[loaded.load.slot - 1]
         slot.is_loading = False
         users = sorted(slot.users)
@@ -171,7 +174,10 @@ class AdapterTable:
         return min(unused, key=lambda it: (it.version is not None, it.last_use), default=None)
 
     def _assign(self) -> None:
-        """Give slots to waiting versions, and empty those that are to be emptied."""
+        """Empty the unused slots that ``unload`` marked, then give slots to waiting versions.
+
+        Slots are closed or reopened afterwards, for the versions that still wait.
+        """
         for slot in self._slots:
             if slot.is_leaving and slot.is_unused:
                 self._unloads += 1

@@ -29,12 +29,12 @@ class Successor:
 
 @dataclass(slots=True)
 class Orders:
-    """Orders that arrived since the engine's last step; false if there are none.
+    """Orders that arrived since the engine's last step; the object is falsy if there are none.
 
     The engine applies ``policy`` first (None: unchanged), then ``starts``, ``aborts`` and
-    ``adapters``. If
-    ``drain``, all remaining sequences are returned to their routers. If ``stop``, the engine ends
-    instead of running a step; ``successor`` then tells the other ranks what follows.
+    ``adapters``. An order to ``drain`` returns all remaining sequences to their routers. An order
+    to ``stop`` ends the engine instead of running a step; the other ranks then learn from
+    ``successor`` which model they serve next (None: no model).
     """
 
     starts: list[Sequence] = field(default_factory=list)

@@ -165,7 +165,7 @@ class LeadingLoop:
         return True
 
     def _slots_to_fill(self, now: float) -> list[int]:
-        """Return the adapter slots to fill: those whose read on this rank has ended or failed.
+        """Return the adapter slots to fill: this rank has read, or could not read, their adapters.
 
         The slots are looked up at most every ``_FILL_S`` seconds; otherwise the list is empty.
         ``now`` is in seconds.

@@ -117,7 +117,8 @@ class Outbox:
     def add_incomplete(self, key: SequenceKey) -> None:
         """Report in the next frame that a start omits tokens or images that this worker lacks.
 
-        ``key`` is the sequence of that start. The frame is requested at once.
+        ``key`` identifies the sequence of that start. The outbox also requests that the frame is
+        sent at once.
         """
         self._incomplete.add(key)
         self.notify()

@@ -508,7 +508,12 @@ async def _until(event: asyncio.Event, timeout_s: float) -> None:
 
 
 def _files(config: WorkerConfig) -> str:
-    """Return an identifier of the model's files, or of the fake model's settings."""
+    """Return an identifier of the engine, the load format and the model's files.
+
+    The identifier of the fake model consists of its settings. Raises ModelUnavailable if a local
+    model is not found or its GGUF file cannot be used. Raises ValueError if a local model's
+    files are invalid, or a hub model's revision is not a commit.
+    """
     if config.is_fake:
         fake = config.fake
         return f"fake {fake.eos_token_id} {fake.eos_one_in} {fake.surprise_one_in}"

@@ -70,7 +70,12 @@ class RankActor:
         return self._info
 
     async def wait(self) -> None:
-        """Wait until the rank has ended and does not serve another model next."""
+        """Wait until the rank has ended and no rank of another model follows.
+
+        A change of the worker's model ends the rank too, but the rank of the next model is then
+        started, and the wait continues. Raises RankFailed if a rank fails, and the errors of
+        ``Rank.successor`` and ``Rank.start``.
+        """
         while True:
             await self._rank.wait()
             # The worker has no info to announce until the next model is loaded.

@@ -28,7 +28,7 @@ _ENVIRONMENT = {
 
 
 def without_watch(step: int, num_tokens: int) -> AbstractContextManager[object]:
-    """Return a context manager that watches no step."""
+    """Return a context manager that does nothing: a ``within`` for steps without a watchdog."""
     return nullcontext()
 
 

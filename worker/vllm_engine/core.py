@@ -61,7 +61,7 @@ class Core(Protocol):
 
     @property
     def image_processor(self) -> ImageProcessor | None:
-        """Processor of images, whose results ``add`` expects; None without images."""
+        """Processor of images, whose results ``add`` expects; None if the model takes no images."""
         ...
 
     @property

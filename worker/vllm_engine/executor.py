@@ -15,9 +15,10 @@ log = logs.get_logger(__name__)
 class WatchedExecutor(MultiprocExecutor):
     """Executor of one process per device.
 
-    If a process ends, vLLM first gives the others seconds to end by themselves, although they may
-    wait for it for ever. Here they are killed, so that the step in progress fails at once. At a
-    shutdown too, the processes are signalled at once, because not all notice the end of their pipe.
+    All processes are killed as soon as one ends, so that the step in progress fails at once. vLLM
+    would first wait several seconds for the other processes, which may never end by themselves
+    because they wait for the ended one. A shutdown likewise sends SIGTERM to all processes at once,
+    because not all notice the end of their pipe.
     """
 
     _is_closing = False

@@ -1,4 +1,4 @@
-"""Images as vLLM reads them: decoded, and with the tokens of its multimodal processor."""
+"""Preparation of images for vLLM: decoding, and insertion of their tokens into the prompt."""
 
 from __future__ import annotations
 

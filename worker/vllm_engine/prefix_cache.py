@@ -57,7 +57,11 @@ class _Block:
 
 @dataclass(slots=True)
 class _Followed:
-    """Chunk of which at least one block is cached."""
+    """Tracked chunk: at least one of its blocks is cached.
+
+    ``blocks`` are vLLM's hashes of its blocks in order, and ``missing`` those of the blocks that
+    are not cached. ``is_cached`` tells whether the whole chunk is reported as cached.
+    """
 
     blocks: tuple[bytes, ...]
     missing: set[bytes]

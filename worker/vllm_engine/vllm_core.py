@@ -68,8 +68,10 @@ class VllmCore:
     def __init__(self, config: WorkerConfig, on_failure: Callable[[str], None]) -> None:
         """Load the model and start vLLM's executor.
 
-        Raises ModelUnavailable if there is no such model or it is a GGUF file, and vLLM's errors.
-        ``on_failure`` is called in another thread if a process of the executor ends.
+        ``on_failure`` is called with the cause, in another thread, if a process of the executor
+        ends. Raises ModelUnavailable if files of the model or of adapters are missing, or if the
+        model is a GGUF file. Raises ValueError if adapters are invalid, or if vLLM cannot continue
+        sequences on this GPU. Errors of vLLM are raised too.
         """
         if model_files.is_gguf_model(config.model):
             raise model_files.ModelUnavailable(
@@ -201,7 +203,10 @@ class VllmCore:
 
 
 class _Publisher:
-    """Receiver of the events of the prefix cache, in place of one that sends them to others."""
+    """Event publisher for vLLM's scheduler that applies the events to ``prefix_cache``.
+
+    Nothing is sent. Events of blocks with tokens of an image, and of later blocks, are ignored.
+    """
 
     def __init__(self, prefix_cache: PrefixCache) -> None:
         self._prefix_cache = prefix_cache

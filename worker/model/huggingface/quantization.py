@@ -17,7 +17,8 @@ _LARGEST_GROUP = 2**31 - 1
 def read_format(config: HfConfig) -> WeightFormat | None:
     """Return the format of a model's quantised weights, or None if they are not quantised.
 
-    Raises UnsupportedModel, with the name of the format, if it is not supported.
+    Raises UnsupportedModel if the format is not supported or a value in its section of the config
+    is malformed.
     """
     section = config.section("quantization_config") or config.section("compression_config")
     if not section:

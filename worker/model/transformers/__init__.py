@@ -1,1 +1,1 @@
-"""Decoders of transformers, run over the paged KV cache, for families without a spec of our own."""
+"""Decoders of transformers over the paged KV cache, for architectures that have no ModelSpec."""

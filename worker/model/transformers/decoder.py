@@ -99,7 +99,7 @@ class _Hidden(tuple[Tensor]):
 
 
 def _as_passage(trunk: nn.Module) -> nn.Module:
-    """Return a copy of ``trunk`` that returns its input embeddings as hidden states."""
+    """Return a copy of ``trunk`` that returns its argument ``inputs_embeds`` as hidden states."""
     passage = copy(trunk)
     passage.forward = lambda *_, inputs_embeds, **__: _Hidden((inputs_embeds,))
     return passage
