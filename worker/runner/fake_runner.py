@@ -2,9 +2,9 @@
 
 Each position of the runner's simulated KV cache stores the token computed there and the position.
 The next token is a hash of everything that a row's block table refers to. A wrong block, a wrong
-start, a missing or stale computation, or anything else that would corrupt attention, thus yields
-another token than ``expected_tokens``. Log probabilities are another hash of the same data. Rows
-are computed in order, so that a row can read what an earlier row has written.
+start, a missing or stale computation, or any other fault that would corrupt attention yields a
+token that differs from that of ``expected_tokens``. Log probabilities are another hash of the same
+data. Rows are computed in order, so that a row can read what an earlier row has written.
 
 Penalties, logit_bias and filters change the hash, so that every value yields other tokens. If any
 of them is set, the boundary between prompt and output changes it too. A grammar is a

@@ -1,4 +1,4 @@
-"""Trial at start that paged attention computes the same as the model's own attention.
+"""Trial at start: paged attention must give the results of the model's own attention.
 
 A short random prompt goes through the model's own attention in one piece. It also goes through
 paged attention, in two chunks followed by single tokens, each in one flat batch with tokens of

@@ -1,8 +1,8 @@
 """Survey of a transformers model's attention, in one pass over a few tokens.
 
 A model whose layers need more than paged attention provides is refused. A layer's window is taken
-from its mask, as in transformers. The mask is a function of positions, so it can be evaluated at
-positions far beyond the few tokens.
+from its mask, which also determines the window in transformers' eager attention. The mask is a
+function of positions, so it can be evaluated at positions far beyond the few tokens.
 """
 
 from __future__ import annotations
