@@ -28,9 +28,9 @@ been enough at all times in the last ``down_delay`` seconds.
 
 A reversal is an addition after a removal, or a removal after an addition. Stricter rules apply in
 the ten minutes after a reversal. Workers are then added only if the estimated wait exceeds
-``ttft_target``, or if there is no worker and a request is queued. Workers are not
-removed because fewer would have been enough. All workers are removed after ``idle_delay`` seconds
-without work if ``min_workers`` is 0, even in these ten minutes.
+``ttft_target``, or if there is no worker and a request is queued. The rule above for removals does
+not apply then. All workers are removed after ``idle_delay`` seconds without work if ``min_workers``
+is 0, even in these ten minutes.
 """
 
 from __future__ import annotations

@@ -267,9 +267,8 @@ class OpenAiEndpoint:
         """Return whether a chunk without text stands for output tokens.
 
         Special tokens and parts of a character are tokens without text. A chunk with a finish
-        reason counts only if no output has arrived, because such a chunk usually carries no token.
-        Other chunks count in a completion, but not in a chat, whose first chunk may carry only a
-        role.
+        reason usually carries no token, so it counts only if no output has arrived before it. Other
+        chunks count in a completion, but not in a chat, whose first chunk may carry only a role.
         """
         if choice.get("finish_reason") is not None:
             return not answer.has_output

@@ -74,7 +74,11 @@ class AttainedService:
             self._charge(waiting.session, self._prompt_token * uncached, now)
 
     def charge_outputs(self, outputs: Iterable[session_pb2.SessionOutput], now: float) -> None:
-        """Add the costs of the outputs of requests that have ended."""
+        """Add the cost of each ended request's output tokens to its session's attained service.
+
+        An output has its session and its number of output tokens, of all choices. Session 0 means
+        no session, and nothing is charged for it.
+        """
         for output in outputs:
             self._charge(output.session, self._output_token * output.tokens, now)
 

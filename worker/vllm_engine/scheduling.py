@@ -19,7 +19,11 @@ _GRAMMAR_PENDING = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 
 
 def known_tokens(params: Any) -> list[int]:
-    """Return the output that a request had when it was queued."""
+    """Return the output tokens that a request had when it was queued, or [] if it had none.
+
+    ``params`` is the request's sampling parameters in vLLM, whose ``extra_args`` carry these
+    tokens. None stands for parameters without such tokens.
+    """
     arguments = params.extra_args if params is not None else None
     return list((arguments or {}).get(KNOWN) or [])
 

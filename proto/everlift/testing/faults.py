@@ -90,9 +90,9 @@ STREAMING = frozenset({"Generate", "GenerateMany", "Attach"})
 class Script:
     """Faults of the next calls to a fake router, in order.
 
-    Each streaming call takes the next element of ``faults``. The call has no fault if this element
-    is None, or if no element is left. A Refuse that names a call remains the next element until
-    that call.
+    A streaming call takes the next element of ``faults``. The call has no fault if this element is
+    None, or if no element is left. A Refuse that names a call is taken only by the next call of
+    that name, streaming or not. Calls of other names before it have no fault and take no element.
     """
 
     def __init__(self, faults: Iterable[Fault | None]) -> None:

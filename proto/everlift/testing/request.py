@@ -110,8 +110,8 @@ class FakeRequest:
     def positions(self, offsets: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield the choice and the offset of each token and of each choice's end.
 
-        The pairs are in the order of the offsets. ``offsets`` has, for each choice, the first
-        offset to yield; it is 0 for choices that the list lacks.
+        The pairs are sorted by offset, and at equal offsets by choice. ``offsets`` has, for each
+        choice, the first offset to yield; it is 0 for choices that the list lacks.
         """
         starts = [*offsets, *[0] * (len(self.outputs) - len(offsets))]
         ends = [len(self.tokens(choice)) for choice in range(len(self.outputs))]
