@@ -92,14 +92,16 @@ $(PEERS)/guidellm/.installed: $(call unless_current,$(PEERS)/guidellm,$(MAKE_PEE
 demo: $(VENV)/.installed ## start a local cluster, kill a worker, and show that no token is lost
 	@$(BIN)/everlift demo --picture build/demo.png
 
-test: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed $(AGENT_VENV)/.installed ## run the tests (28 minutes on 2 cores with AVX2)
+test: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed $(AGENT_VENV)/.installed ## run the tests (20 minutes on 2 cores with AVX2)
 	$(BIN)/pytest -q -m "not long and not soak and not ray_up and not image" -n $(PROCESSES) --dist=worksteal $(ANYWHERE) \
 	  --ignore=$(PROJECT)
 	$(BIN)/pytest -q -m "not long and not soak and not ray_up and not image" -n 3 --dist=loadfile --no-loadscope-reorder \
 	  $(addprefix --ignore=,$(ANYWHERE))
 
 test-long: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed $(AGENT_VENV)/.installed ## run the long tests and a short soak test (takes hours)
-	SOAK_MINUTES=$${SOAK_MINUTES:-2} FUZZ_CASES=$${FUZZ_CASES:-100000} SCHEMAS=$${SCHEMAS:-10000} $(BIN)/pytest -q -m "long or soak"
+	$(BIN)/pytest -q -m "long and not soak" -n $(PROCESSES) --dist=worksteal $(ANYWHERE)
+	$(BIN)/pytest -q -m "long and not soak" -n 2 --dist=loadfile --no-loadscope-reorder $(addprefix --ignore=,$(ANYWHERE))
+	SOAK_MINUTES=$${SOAK_MINUTES:-2} FUZZ_CASES=$${FUZZ_CASES:-100000} SCHEMAS=$${SCHEMAS:-10000} $(BIN)/pytest -q -m soak
 	EXAMPLES=2 $(BIN)/pytest -q -m "not long and not soak" -n $(PROCESSES) --dist=worksteal \
 	  tests/property tests/continuation tests/unit/router/chat/parsers tests/integration/router/console
 
@@ -243,7 +245,7 @@ bench-gpu: $(VENV)/.installed ## compare the engine on one GPU with the GPU's li
 bench-gpu-product: $(VENV)/.installed ## run the product on one GPU without Ray under faults, and check that texts stay identical (build/bench/gpu_product.json)
 	PYTHONPATH=. $(BIN)/python benchmarks/gpu/gpu_product.py
 
-check: lint types imports proto-check chart-check texts ## check style, types, import rules, wire contract, chart and texts
+check: lint types imports proto-check chart-check texts ## check style, types, import rules, wire contract, chart, texts and documents
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check --no-cache
