@@ -22,11 +22,18 @@ from everlift.end_tokens import end_token_ids
 from everlift.hashes import BLOCK_SIZE, CHUNK_SIZE, chunk_hashes
 from everlift.model_files import ModelUnavailable
 from everlift.sampling import Grammar, GrammarKind, SamplingParams
-from tests.support.worker.engine_contract import GREEDY, EngineContract, prompt, run, sequence
+from tests.support.worker.engine_contract import (
+    GREEDY,
+    EngineContract,
+    prompt,
+    run,
+    sequence,
+    without_watch,
+)
 from worker.config import WorkerConfig
 from worker.engine.adapter import EngineAdapter, EngineBroken
 from worker.engine.outcome import Stop
-from worker.vllm_engine.build import build_engine, without_watch
+from worker.vllm_engine.build import build_engine
 from worker.vllm_engine.engine import VllmEngine
 from worker.vllm_engine.vllm_core import _vllm_config
 

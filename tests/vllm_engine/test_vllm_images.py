@@ -17,13 +17,13 @@ from everlift.errors import InvalidRequest, PromptTooLong
 from everlift.images import MAX_SIDE, Image
 from everlift.sampling import SamplingParams
 from tests.support.images import blank_png, png, png_header
-from tests.support.worker.engine_contract import run, sequence
+from tests.support.worker.engine_contract import run, sequence, without_watch
 from tests.vllm_engine.tiny_idefics import CONTEXT, PLACEHOLDER_ID, TILE_TOKENS, write_idefics
 from worker.config import WorkerConfig
 from worker.engine.limits import blocks_for
 from worker.engine.outcome import Stop
 from worker.engine.sequence import Sequence
-from worker.vllm_engine.build import build_engine, without_watch
+from worker.vllm_engine.build import build_engine
 from worker.vllm_engine.engine import VllmEngine
 
 LENGTH = 32

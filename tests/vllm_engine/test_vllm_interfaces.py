@@ -17,9 +17,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests.support.worker.engine_contract import without_watch
 from worker.config import WorkerConfig
 from worker.vllm_engine import version
-from worker.vllm_engine.build import build_engine, without_watch
+from worker.vllm_engine.build import build_engine
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "worker" / "vllm_engine"

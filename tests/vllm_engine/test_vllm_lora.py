@@ -16,11 +16,11 @@ pytest.importorskip("vllm")
 
 from everlift.hashes import CHUNK_SIZE, chunk_hashes
 from everlift.sampling import SamplingParams
-from tests.support.worker.engine_contract import prompt, run, sequence
+from tests.support.worker.engine_contract import prompt, run, sequence, without_watch
 from tests.support.worker.lora_files import write_adapter, write_merged
 from worker.config import WorkerConfig
 from worker.engine.outcome import Stop
-from worker.vllm_engine.build import build_engine, without_watch
+from worker.vllm_engine.build import build_engine
 from worker.vllm_engine.engine import VllmEngine
 
 MODEL = Path(__file__).parents[2] / "cluster" / "demo_model"

@@ -19,10 +19,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from everlift.sampling import SamplingParams
-from tests.support.worker.engine_contract import run, sequence
+from tests.support.worker.engine_contract import run, sequence, without_watch
 from worker.config import WorkerConfig
 from worker.engine.outcome import Stop
-from worker.vllm_engine.build import build_engine, without_watch
+from worker.vllm_engine.build import build_engine
 from worker.vllm_engine.engine import VllmEngine
 
 ROOT = Path(__file__).parents[2]

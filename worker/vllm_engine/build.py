@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 from worker.config import WorkerConfig
 from worker.engine.step_times import STOPPED, Stopwatch
@@ -25,11 +25,6 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
-
-
-def without_watch(step: int, num_tokens: int) -> AbstractContextManager[object]:
-    """Return a context manager that does nothing: a ``within`` for steps without a watchdog."""
-    return nullcontext()
 
 
 def build_engine(
