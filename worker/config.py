@@ -98,7 +98,7 @@ class Grammars:
     Each grammar has its own process. The kernel ends a process that exceeds its CPU time or memory.
     """
 
-    #: CPU seconds to compile a grammar
+    #: CPU seconds to compile a grammar and to compute the first tokens that it allows
     compile_timeout: Positive = 30.0
     #: CPU seconds to compute which tokens a grammar allows next in a sequence
     step_budget: Positive = 0.1

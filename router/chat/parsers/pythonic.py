@@ -182,7 +182,7 @@ class PythonicParser(MarkedCallParser):
             num_closing = 3
         else:
             self._push_back(1)
-        #: quotation marks without a backslash, directly before the next character
+        # The number of quotation marks without a backslash that were read last, without a break.
         num_quotes = 0
         while num_quotes < num_closing:
             char = yield from self._read()
