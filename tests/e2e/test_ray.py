@@ -129,8 +129,11 @@ async def test_ranks_on_two_nodes_match_single_rank(running: RayCluster, tmp_pat
 
 @pytest.mark.long
 async def test_ranks_have_configured_threads_and_wait_passively(running: RayCluster) -> None:
-    environments = [Path(f"/proc/{rank.pid}/environ").read_text() for rank in rank_actors()]
-    assert len(environments) == 2
+    ranks = rank_actors()
+    assert len(ranks) == 2
+    environments = [Path(f"/proc/{rank.pid}/environ").read_text() for rank in ranks]
+    niceness = {os.getpriority(os.PRIO_PROCESS, rank.pid) for rank in ranks}
+    assert niceness == {os.getpriority(os.PRIO_PROCESS, 0)}
     for environment in environments:
         assert {"OMP_WAIT_POLICY=PASSIVE", "OMP_NUM_THREADS=1"} <= set(environment.split("\0"))
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import struct
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from router.api.chat_renderer import ChatRenderer
 from router.api.http.event_id import BEGIN, EventId
 from router.api.kserve.v2 import open_inference_pb2, open_inference_pb2_grpc
 from router.chat.conversation import Conversation
+from router.requests.request import Elsewhere
 from router.requests.tokenizer import ServedModel
 from router.router import Router
 from tests.support.in_process import ROUTER, WORKER, Cluster, Held, cluster, right_tokens, until
@@ -257,9 +258,12 @@ async def test_resume_after_ledger_and_router_loss_is_data_loss() -> None:
 
 async def move(parts: Cluster, request_id: str, old: Router, new: Router) -> None:
     """Let ``new`` take over the request from ``old``, which lives but seems dead."""
-    await parts.ledger.end_lease(old.router_id)
-    await new._requests._takeover.take_over(request_id)
-    assert (await parts.ledger.get(request_id)).gateway == new.router_id
+    async with asyncio.timeout(60):
+        while (await parts.ledger.get(request_id)).gateway != new.router_id:
+            await parts.ledger.end_lease(old.router_id)
+            # The old router may renew its lease before the new one has looked at it.
+            with suppress(Elsewhere):
+                await new._requests._takeover.take_over(request_id)
 
 
 async def has_tokens(parts: Cluster, request_id: str, count: int) -> bool:
