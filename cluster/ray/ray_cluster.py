@@ -360,12 +360,14 @@ class _Placement:
 def _placement(
     group: WorkerGroup, nodes: Sequence[Mapping[str, float]], resources: dict[str, float]
 ) -> _Placement:
-    """Return the placement of a worker with ``resources`` for each of its devices.
+    """Return the placement of a worker that needs ``resources`` for each of its devices.
 
-    ``nodes`` are the resources of each node. A worker of vLLM has a single rank: on one node, this
-    rank has the resources of all devices. vLLM on several nodes runs an actor in each bundle, and
-    the rank needs no GPU. Raises ClusterFailed if a worker of vLLM without GPUs needs several
-    nodes.
+    ``nodes`` are the resources of each node. Usually each device has a bundle and a rank. A worker
+    of vLLM has a single rank instead. The rank's only bundle has the resources of all devices if
+    the worker is on one node. Otherwise each device has a bundle, in which vLLM runs its own actor,
+    and the rank itself has no resources, not even a GPU.
+
+    Raises ClusterFailed if a worker of vLLM needs several nodes but its devices are not GPUs.
     """
     size = group.worker.tensor_parallel
     # The resources of nodes that do not exist yet are unknown.

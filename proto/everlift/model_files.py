@@ -165,8 +165,9 @@ def locate_adapter(source: AdapterSource) -> Path:
 def is_gguf_model(model: str) -> bool:
     """Return whether ``model`` is the path of a GGUF file or the name of a packaged model.
 
-    A packaged model, such as "smollm2", is a GGUF file in a wheel of the package index. The file
-    need not exist; a path with the suffix .gguf is enough, unless it is a directory.
+    A packaged model, such as "smollm2", is a GGUF file in a wheel of the package index. A path
+    counts if it has the suffix .gguf, in upper or lower case, and is not that of a directory. The
+    file need not exist on this machine, neither that of a path nor that of a packaged model.
     """
     return model in PACKAGED_MODELS or (is_gguf(model) and not Path(model).expanduser().is_dir())
 

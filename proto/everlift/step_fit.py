@@ -134,12 +134,13 @@ class FittedStepTime:
 def _least_squares(
     products: Sequence[float], totals: Sequence[float], before: Sequence[float]
 ) -> list[float]:
-    """Return non-negative coefficients that fit the sums of the samples by least squares.
+    """Return non-negative coefficients, fitted by least squares to samples given as sums.
 
-    ``products`` and ``totals`` are the flattened matrix and the right-hand side of the normal
-    equations. ``before`` has the previous coefficients. A coefficient that the samples do not
-    determine stays near its previous value, but is 0 if its feature is 0 in all samples. While a
-    coefficient is negative, the most negative one is set to 0 and the others are fitted again.
+    ``products`` and ``totals`` are these sums: the flattened matrix and the right-hand side of
+    the normal equations. ``before`` has the previous coefficients. A coefficient that the samples
+    do not determine stays near its previous value, but is 0 if its feature is 0 in all samples.
+    The most negative coefficient is set to 0 and the others are fitted again, until none is
+    negative.
     """
     n = len(totals)
     scales = [products[i * n + i] ** 0.5 for i in range(n)]

@@ -114,8 +114,9 @@ class Chaos:
         Raises ChaosForbidden if the cluster was started without chaos, and UnknownWorker if the
         target or peer is not connected, or if several ids begin with the given text. Raises
         OutOfRange for a number that is too small or too large, and InvalidRequest for a fault that
-        the target cannot have. Raises Unreachable if none of the fault's routers can be reached,
-        and LedgerUnavailable if the ledger cannot be queried for its process.
+        the target cannot have. Raises Unreachable if none of the routers that must apply
+        the fault can be reached, and LedgerUnavailable if the process id of the ledger's server
+        cannot be queried.
         """
         self._check_allowed()
         target = await self._find(fault.target)

@@ -202,7 +202,7 @@ class Choice:
     # output for clients
 
     def is_readable_from(self, offset: int) -> bool:
-        """Return whether a client can read a token at ``offset``, or the end."""
+        """Return whether clients can read a token at ``offset``, or the choice is complete."""
         return offset < self.readable or self.is_complete
 
     def piece(self, offset: int) -> pb.GenerateResponse:

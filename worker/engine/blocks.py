@@ -124,8 +124,8 @@ class BlockPool:
     def num_before_chunk(self, most: int) -> int:
         """Return a number of blocks, at most ``most``, whose allocation evicts no cached chunk.
 
-        The largest such number may be greater. The guarantee also holds if sessions cease to retain
-        free blocks before the allocation.
+        The result may be smaller than the largest such number. The end of a session's retention
+        before the allocation may change the order of reuse, but leaves the result valid.
         """
         for number, blocks in enumerate(zip_longest(*self._free.next_blocks())):
             if number == most:

@@ -63,9 +63,9 @@ _PLAIN = ("F32", "F16", "BF16")
 class GgufStoredTensor(StoredTensor):
     """Tensor of a GGUF file, with the name and shape that it has in a Hugging Face checkpoint.
 
-    Elements are read as ``dtype``. ``type`` is their type in the file. Groups of ``unit`` elements,
-    a multiple of the type's block size, are dequantised and rearranged together. In an interleaved
-    tensor a unit is the rows of one head.
+    Elements have the type ``type`` in the file, and are read as ``dtype``. Groups of ``unit``
+    consecutive elements are dequantised and rearranged together. ``unit`` is a multiple of the
+    type's block size, and in an interleaved tensor the number of elements in the rows of one head.
     """
 
     type: gguf.GGMLQuantizationType

@@ -59,7 +59,11 @@ class Packing(Protocol):
         ...
 
     def of_experts(self) -> Packing:
-        """Return the packing of a mixture of experts, whose products are many and have few rows."""
+        """Return the packing to use for the weights of a mixture of experts; it may be this one.
+
+        The products with such weights are many and have few rows, so that another layout may be
+        faster.
+        """
         ...
 
 

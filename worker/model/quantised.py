@@ -271,9 +271,10 @@ class Quantised:
         return range(block.inputs.start // group, -(-block.inputs.stop // group))
 
     def _scaled(self, block: Block) -> range:
-        """Return the indices of the block's scales in the output dimension of the layer's scales.
+        """Return the range of the layer's scales that apply to the block's outputs.
 
-        Each scale there is shared by ``format.scaled_outputs`` outputs, or by all if that is None.
+        Indices are those of the output dimension of the layer's scales. Each index stands for
+        ``format.scaled_outputs`` consecutive outputs, or for all outputs if that is None.
         """
         together = self.format.scaled_outputs
         if together is None:

@@ -31,11 +31,11 @@ class HostCache(Protocol):
     def num_blocks(self) -> int: ...
 
     def save(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy blocks of the cache to host blocks."""
+        """Copy blocks of the KV cache to host blocks."""
         ...
 
     def load(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy host blocks to blocks of the cache."""
+        """Copy host blocks to blocks of the KV cache."""
         ...
 
 

@@ -92,10 +92,11 @@ class FakeRequest:
         return piece
 
     def check(self, offsets: Sequence[int], digests: Sequence[int]) -> None:
-        """Check the offsets and digests of an Attach, by choice.
+        """Check the offsets and digests of an Attach; item i of each list is that of choice i.
 
-        Raises OffsetOutOfRange for an offset beyond the output, and DataLoss for a wrong digest.
-        If an offset with a digest is beyond the output, the error is DataLoss.
+        Raises OffsetOutOfRange for a choice that does not exist, a negative offset, or an offset
+        beyond the output of a choice without a digest. Raises DataLoss for a wrong digest, or an
+        offset beyond the output of a choice with a digest.
         """
         for choice, offset in enumerate(offsets):
             if choice >= len(self.outputs) or offset < 0:

@@ -46,6 +46,20 @@ async def test_http_answers_have_the_requested_name(parts: Cluster) -> None:
         assert (await ask(address, path, {**body, "model": "big"})).status == 200
 
 
+async def test_responses_of_a_model_no_longer_served_can_be_deleted(parts: Cluster) -> None:
+    address, models = parts.routers[0].http_address, parts.routers[0]._models
+    answer = await ask(address, "/v1/responses", {**BODIES["/v1/responses"], "model": "big"})
+    path = f"/v1/responses/{answer.json['id']}"
+    items = (await get(address, f"{path}/input_items")).json
+    models._by_name = {"another": models.first}
+    # The output is stored as tokens, which only the model's own tokenizer can decode.
+    answer = await get(address, path)
+    assert (answer.status, answer.error[0]) == (404, "unknown_model")
+    assert (await get(address, f"{path}/input_items")).json == items
+    assert (await ask(address, path, method="DELETE")).json["deleted"]
+    assert (await get(address, path)).error[0] == "forgotten_request"
+
+
 async def test_model_lists_have_every_name(parts: Cluster) -> None:
     address, own = parts.routers[0].http_address, parts.routers[0]._models.first.name
     listed = (await get(address, "/v1/models")).json["data"]

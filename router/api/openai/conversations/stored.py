@@ -294,7 +294,7 @@ def _response_parts(response: StoredResponse, conversation_id: str) -> Parts:
     name = response.name
     before = [
         shown_item(item, item_id("item", name, index))
-        for index, item in enumerate(response.input_items)
+        for index, item in enumerate(response.record.input_items)
     ]
     return tuple(before), tuple(response.output_items)
 

@@ -84,6 +84,14 @@ class Record:
         return named["id"] if isinstance(named, dict) else named
 
     @property
+    def input_items(self) -> list[dict[str, Any]]:
+        body = self.body["input"]
+        if isinstance(body, str):
+            content = [{"type": "input_text", "text": body}]
+            return [{"type": "message", "role": "user", "content": content}]
+        return list(body)
+
+    @property
     def own_names(self) -> Mapping[str, Mapping[str, str]]:
         """Return the result of ``namespaces.own_names`` for the tools of the request."""
         return own_names(self.body.get("tools", ()))

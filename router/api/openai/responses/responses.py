@@ -211,15 +211,15 @@ class Responses:
         return JsonResponse((await self._stored.get(call.caller, _id(call))).body)
 
     async def delete(self, call: Call) -> Response:
-        stored = await self._stored.get(call.caller, _id(call))
-        if (conversation_id := stored.record.conversation_id) is not None:
-            await self._conversations.remove_response(call.caller, conversation_id, stored.name)
-        await self._inference.forget(call.caller, pb.ForgetRequest(request_id=stored.name))
+        name, record = _name(call), await self._stored.record(call.caller, _id(call))
+        if (conversation_id := record.conversation_id) is not None:
+            await self._conversations.remove_response(call.caller, conversation_id, name)
+        await self._inference.forget(call.caller, pb.ForgetRequest(request_id=name))
         return JsonResponse({"id": _id(call), "object": "response", "deleted": True})
 
     async def input_items(self, call: Call) -> Response:
-        stored = await self._stored.get(call.caller, _id(call))
-        items = with_ids(stored.input_items, stored.name)
+        record = await self._stored.record(call.caller, _id(call))
+        items = with_ids(record.input_items, _name(call))
         return JsonResponse(item_page(items, call.request.query_params))
 
     async def _earlier(self, call: Call, fields: InputTokensFields, name: str = "") -> _Earlier:
@@ -357,3 +357,8 @@ def _naming(field: str) -> Iterator[None]:
 def _id(call: Call) -> str:
     response_id: str = call.request.path_params["response_id"]
     return response_id
+
+
+def _name(call: Call) -> str:
+    """Return the request id of a response without the tenant."""
+    return _id(call).removeprefix(PREFIX)

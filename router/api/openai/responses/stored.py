@@ -62,14 +62,6 @@ class StoredResponse:
         return response
 
     @property
-    def input_items(self) -> list[Item]:
-        body = self.record.body["input"]
-        if isinstance(body, str):
-            content = [{"type": "input_text", "text": body}]
-            return [{"type": "message", "role": "user", "content": content}]
-        return list(body)
-
-    @property
     def output_items(self) -> list[Item]:
         items = self.body["output"]
         assert isinstance(items, list)
@@ -105,11 +97,7 @@ class StoredResponses:
         Raises UnknownRequest if there is none, InvalidRequest if the id is malformed, UnknownModel
         if the response's model is no longer served, and LedgerUnavailable.
         """
-        name = response_id.removeprefix(PREFIX)
-        live = await self._inference.read(caller, name)
-        record = Record.from_bytes(live.request.attachment, live.request.images)
-        if record is None or not response_id.startswith(PREFIX):
-            raise UnknownRequest(f"there is no stored response {response_id}")
+        live, record = await self._read(caller, response_id)
         answer = self.answer(live, record)
         choice = live.choices[0]
         reason = choice.finish_reason
@@ -122,6 +110,22 @@ class StoredResponses:
         if reason is None and live.entry.state.is_final:
             answer.cut_off()
         return StoredResponse(strip_tenant(live.request.request_id), record, live, answer)
+
+    async def record(self, caller: Caller, response_id: str) -> Record:
+        """Return the record of a response, even if the response's model is no longer served.
+
+        Raises UnknownRequest if there is none, InvalidRequest if the id is malformed, and
+        LedgerUnavailable.
+        """
+        _, record = await self._read(caller, response_id)
+        return record
+
+    async def _read(self, caller: Caller, response_id: str) -> tuple[LiveRequest, Record]:
+        live = await self._inference.read(caller, response_id.removeprefix(PREFIX))
+        record = Record.from_bytes(live.request.attachment, live.request.images)
+        if record is None or not response_id.startswith(PREFIX):
+            raise UnknownRequest(f"there is no stored response {response_id}")
+        return live, record
 
     async def created_at(self, caller: Caller, name: str) -> int | None:
         """Return the time at which a stored response was created; None if there is none.
