@@ -118,8 +118,13 @@ class AdapterTable:
         self._assign()
 
     def preload(self, version: AdapterVersion) -> None:
-        """Load a version that no sequence uses yet, unless all slots are in use."""
-        if not self.has(version.digest) and (slot := self._vacant()) is not None:
+        """Load a version that no sequence uses yet, unless all slots are in use.
+
+        A loaded version stays in its slot, even if ``unload`` was called before.
+        """
+        if (own := self._slot_of(version.digest)) is not None:
+            own.is_leaving = False
+        elif version.digest not in self._waiting and (slot := self._vacant()) is not None:
             self._load(slot, version, ())
 
     def unload(self, digest: str) -> None:

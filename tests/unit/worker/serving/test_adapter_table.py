@@ -146,6 +146,15 @@ def test_unload_waits_for_the_last_sequence() -> None:
     assert bench.table.orders == [AdapterLoad(1)] and not bench.loaded
 
 
+def test_preload_keeps_a_version_that_waits_to_be_unloaded() -> None:
+    bench = Bench(1, "a")
+    assert bench.use(1, "a")
+    bench.table.unload(version("a").digest)
+    bench.table.preload(version("a"))
+    bench.release(1)
+    assert bench.use(2, "a")
+
+
 def test_preload_takes_no_slot_that_is_in_use() -> None:
     bench = Bench(1, "a")
     assert bench.use(1, "a")
