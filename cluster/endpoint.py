@@ -1,13 +1,20 @@
-"""File in the state directory with the addresses of the local cluster, for commands."""
+"""File in the state directory with the addresses of the local cluster, for commands.
+
+The process that started the cluster holds a lock on the file. The lock ends with the process,
+however the process ends, so a file that a killed process left behind names no cluster. The id of a
+process would not tell: in a container, every new process has the id of the one before it.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 _FILE = "endpoint.json"
 
@@ -22,15 +29,18 @@ def published(state_dir: Path, addresses: Sequence[str]) -> Iterator[None]:
     path = state_dir / _FILE
     text = json.dumps({"addresses": list(addresses), "pid": os.getpid()})
     written = path.with_suffix(f".{os.getpid()}")
-    written.write_text(text)
-    written.replace(path)
-    try:
-        yield
-    finally:
-        # By now, the file may be another cluster's, or deleted.
-        with suppress(FileNotFoundError):
-            if path.read_text() == text:
-                path.unlink()
+    with written.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(text)
+        file.flush()
+        written.replace(path)
+        try:
+            yield
+        finally:
+            # By now, the file may be another cluster's, or deleted.
+            with suppress(FileNotFoundError):
+                if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                    path.unlink()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +63,20 @@ def find(state_dir: Path) -> list[str]:
 def running(state_dir: Path) -> Running | None:
     """Return the cluster that runs with this state directory, or None if none runs."""
     try:
-        match json.loads((state_dir / _FILE).read_text()):
-            case {"addresses": [*addresses], "pid": int(pid)} if _is_alive(pid):
-                return Running(addresses, pid)
+        with (state_dir / _FILE).open() as file:
+            if _is_locked(file):
+                match json.loads(file.read()):
+                    case {"addresses": [*addresses], "pid": int(pid)}:
+                        return Running(addresses, pid)
     except (OSError, ValueError):
         # No cluster was started in this state directory, or its file is invalid.
         pass
     return None
 
 
-def _is_alive(pid: int) -> bool:
+def _is_locked(file: TextIO) -> bool:
     try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        # The process exists, and belongs to another user.
-        pass
-    return True
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
