@@ -28,8 +28,10 @@ class HttpApi:
     connection fails or the answer is not from Everlift.
     """
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
+    def __init__(self, session: aiohttp.ClientSession, tls_name: str = "") -> None:
+        """Create a client; ``tls_name`` is the expected certificate name, if not the host."""
         self._session = session
+        self._tls_name = tls_name or None
 
     async def get(self, path: str) -> Any:
         """Return the parsed JSON of the answer to a GET of ``path``."""
@@ -87,7 +89,9 @@ class HttpApi:
         self, method: str, path: str, **more: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         try:
-            async with self._session.request(method, path, **more) as answer:
+            async with self._session.request(
+                method, path, server_hostname=self._tls_name, **more
+            ) as answer:
                 if answer.status != 200:
                     raise _error(await answer.json())
                 yield answer
@@ -101,10 +105,10 @@ async def connected_to_http(client: AsyncClient, address: str | None) -> AsyncIt
 
     The host is that of the first router in ``address``, a list separated by commas; None is the
     cluster on this machine. The port is the HTTP port that ``client``'s current router reports.
-    Raises ClusterFailed if that router serves no HTTP, EverliftError if it does not report its
-    status, and SettingsError for invalid settings in the environment.
+    Raises ClusterFailed if that router serves no HTTP, EverliftError if it does not list its
+    models, and SettingsError for invalid settings in the environment.
     """
-    served = (await client.status()).http_address
+    served = (await client.models()).http_address
     if not served:
         raise ClusterFailed(
             "this cluster serves no HTTP, which this command needs: set router.http_host"
@@ -119,7 +123,7 @@ async def connected_to_http(client: AsyncClient, address: str | None) -> AsyncIt
         connector=aiohttp.TCPConnector(limit=0, ssl=context if context is not None else True),
         timeout=aiohttp.ClientTimeout(total=None),
     ) as session:
-        yield HttpApi(session)
+        yield HttpApi(session, credentials.name if credentials is not None else "")
 
 
 def _error(body: Mapping[str, Any]) -> EverliftError:

@@ -63,24 +63,27 @@ def chat(
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
         try:
-            api, served = runner.run(_open(stack, address))
-            _converse(runner, Conversation(api, model or served, given, system))
+            api, name = runner.run(_open(stack, address, model))
+            _converse(runner, Conversation(api, name, given, system))
         finally:
             runner.run(stack.aclose())
 
 
-async def _open(stack: AsyncExitStack, address: str | None) -> tuple[HttpApi, str]:
-    """Connect to a cluster until ``stack`` is closed; return its HTTP API and its model's name.
+async def _open(stack: AsyncExitStack, address: str | None, model: str) -> tuple[HttpApi, str]:
+    """Connect to a cluster until ``stack`` is closed; return its HTTP API and the model's name.
 
+    An empty ``model`` is the cluster's first model.
     Raises ClusterFailed if the model has no chat template or the cluster serves no HTTP.
     """
     client = await stack.enter_async_context(connected(address))
     api = await stack.enter_async_context(connected_to_http(client, address))
+    name = model or (await client.models()).models[0].name
+    hello = [{"role": "user", "content": "hello"}]
     try:
-        await api.post("tokenize", {"messages": [{"role": "user", "content": "hello"}]})
+        await api.post("tokenize", {"messages": hello, "model": name})
     except NoChatTemplate as error:
         raise ClusterFailed(f"{error}: use `everlift generate`") from None
-    return api, (await client.status()).model
+    return api, name
 
 
 @dataclass

@@ -36,7 +36,7 @@ class Status:
         self._heartbeat = heartbeat
         self._leader = leader
         self._metrics_address = metrics_address
-        self._http_address = http_address
+        self.http_address = http_address
 
     async def describe(self, caller: Caller) -> pb.GetStatusResponse:
         """Return the cluster's status; only administrators receive the ids of running requests.
@@ -66,7 +66,7 @@ class Status:
             false_alarms=self._sessions.false_alarms,
             ledger=self._requests.ledger_status(),
             metrics_address=self._metrics_address,
-            http_address=self._http_address,
+            http_address=self.http_address,
             missing_workers=await self._requests.missing_workers(),
             models=[self._model(model.name, workers) for model in self._models],
         )

@@ -326,7 +326,7 @@ class AsyncClient:
         return await self._call(lambda: self._routers.inference().Detokenize, message, timeout_s)
 
     async def models(self, *, timeout_s: float | None = None) -> pb.ListModelsResponse:
-        """Return the models that requests may name as ``model``.
+        """Return the models that requests may name as ``model``, and the router's HTTP address.
 
         >>> [model.name for model in (await client.models()).models]
         ['fake']

@@ -1568,14 +1568,18 @@ class ListModelsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     MODELS_FIELD_NUMBER: builtins.int
+    HTTP_ADDRESS_FIELD_NUMBER: builtins.int
+    http_address: builtins.str
+    """host:port of the answering router's HTTP server; empty: disabled"""
     @property
     def models(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Model]: ...
     def __init__(
         self,
         *,
         models: collections.abc.Iterable[Global___Model] | None = ...,
+        http_address: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["models", b"models"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["http_address", b"http_address", "models", b"models"]) -> None: ...
 
 Global___ListModelsResponse: typing_extensions.TypeAlias = ListModelsResponse
 

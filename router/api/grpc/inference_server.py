@@ -125,7 +125,9 @@ class InferenceServer:
 
     async def list_models(self, data: bytes, call: Call) -> pb.ListModelsResponse:
         parse(pb.ListModelsRequest, data)
-        return self._inference.list_models()
+        response = self._inference.list_models()
+        response.http_address = self._status.http_address
+        return response
 
     async def list_requests(self, data: bytes, call: Call) -> pb.ListRequestsResponse:
         message = parse(pb.ListRequestsRequest, data)

@@ -12,10 +12,13 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from router.config import ModelConfig
 from router.ledger.entry import State
 from tests.support import in_process
 from tests.support.in_process import ROUTER, Cluster
+from tests.support.router.keyring import Keyring
 from tests.support.scripted import SAY, scripted_cluster
+from tests.support.worker.grammar_support import DEMO_MODEL
 
 TEMPLATE = """\
 {%- for message in messages %}<|im_start|>{{ message.role }}
@@ -24,14 +27,20 @@ TEMPLATE = """\
 {% endif %}"""
 
 
-async def chat(parts: Cluster, *arguments: str, stdin: int = PIPE, stdout: int = PIPE) -> Process:
+async def chat(
+    parts: Cluster, *arguments: str, stdin: int = PIPE, stdout: int = PIPE, key: str = ""
+) -> Process:
     router = parts.routers[0]
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "cluster.cli", "chat", "--address", router.address, *arguments),
         stdin=stdin,
         stdout=stdout,
         stderr=PIPE if stdout == PIPE else stdout,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "EVERLIFT_API_KEY": key,
+        },
         start_new_session=True,
     )
 
@@ -78,6 +87,24 @@ async def test_cli_chat_reports_missing_chat_template() -> None:
         out, err = await process.communicate(b"hello\n")
     assert (process.returncode, out) == (1, b"")
     assert "has no chat template: use `everlift generate`" in err.decode()
+
+
+async def test_cli_chat_needs_no_scope_but_infer(tmp_path: Path) -> None:
+    keyring = Keyring(tmp_path / "keys.yaml")
+    key = await keyring.key("acme")
+    config = replace(ROUTER, access="file", access_file=str(keyring.path))
+    async with scripted_cluster(tmp_path / "m", TEMPLATE, router_config=config) as parts:
+        process = await chat(parts, "--temperature", "0", key=key)
+        out, _ = await process.communicate(f"{SAY}four\n".encode())
+    assert (process.returncode, out.decode()) == (0, "four\n")
+
+
+async def test_cli_chat_asks_for_the_template_of_its_model() -> None:
+    demo = ModelConfig(model=str(DEMO_MODEL))
+    async with in_process.cluster(router_config=replace(ROUTER, more_models=(demo,))) as parts:
+        process = await chat(parts, "--model", DEMO_MODEL.name)
+        assert await process.communicate(b"") == (b"", b"")
+    assert process.returncode == 0
 
 
 async def test_cli_chat_names_its_model(tmp_path: Path) -> None:

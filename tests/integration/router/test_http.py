@@ -231,9 +231,10 @@ async def test_load_counts_unfinished_requests(parts: Cluster, address: str) -> 
     assert await load() == 0
 
 
-async def test_status_reports_http_address(parts: Cluster, address: str) -> None:
+async def test_status_and_models_report_http_address(parts: Cluster, address: str) -> None:
     async with AsyncClient(parts.address) as client:
         assert (await client.status()).http_address == address
+        assert (await client.models()).http_address == address
 
 
 # names, traces

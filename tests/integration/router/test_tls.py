@@ -5,7 +5,7 @@ import socket
 import ssl
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 
 from cluster.cli import app
 from cluster.config import Config, load
+from cluster.connection import connected
 from cluster.errors import ClusterFailed
+from cluster.http_api import connected_to_http
 from cluster.local.processes import ProcessCluster
 from everlift import AsyncClient, Client, Tls, Unreachable
 from everlift.errors import SettingsError
@@ -66,6 +68,22 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     ours, others = Authority(directory / "ours"), Authority(directory / "others")
     member = ours.issue("member", "DNS:everlift")
     return Files(ours, others, ours.issue("server"), ours.issue("client"), member)
+
+
+async def test_http_commands_check_the_configured_name(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = files.ours.issue("named", "DNS:everlift.models.svc")
+    config = replace(ROUTER, tls_cert=str(named.cert), tls_key=str(named.key))
+    monkeypatch.setenv("EVERLIFT_TLS_CA", str(files.ours.ca))
+    async with cluster(workers=1, router_config=config) as parts:
+        for name, is_accepted in (("everlift.models.svc", True), ("another", False)):
+            monkeypatch.setenv("EVERLIFT_TLS_NAME", "everlift.models.svc")
+            async with connected(parts.address) as client:
+                monkeypatch.setenv("EVERLIFT_TLS_NAME", name)
+                async with connected_to_http(client, parts.address) as api:
+                    with nullcontext() if is_accepted else pytest.raises(Unreachable):
+                        assert await api.get("v1/models")
 
 
 async def tokens(address: str, tls: Tls | None) -> list[int]:
