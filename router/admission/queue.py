@@ -126,11 +126,11 @@ class Classes:
 
     ``numbers`` maps each class to its number of queued requests; the caller keeps it up to date.
 
-    For every token of work that leaves while a lower class has queued requests, the lower class
-    earns ``floor`` tokens of credit. Its next request leaves once its credit covers the request's
-    work. A class thus receives at least the share ``floor`` of the work of higher classes, less at
-    most one request. A class loses its credit when it has no queued request. BATCH_PRIORITY earns
-    no credit.
+    For every token of work that leaves while a lower class has queued requests that are not parked,
+    the lower class earns ``floor`` tokens of credit. Its next request leaves once its credit covers
+    the request's work. A class thus receives at least the share ``floor`` of the work of higher
+    classes, less at most one request. A class loses its credit when it has no queued request, and
+    all do when ``floor`` becomes 0. BATCH_PRIORITY earns no credit.
 
     With ``fair_share``, tenants of a class are served by their token counters; None disables that.
     """
@@ -144,13 +144,23 @@ class Classes:
     ) -> None:
         self._policy = policy
         self._numbers = numbers
-        self.floor = floor
+        self._floor = floor
         self._fair_share = fair_share
         self._lanes: dict[int, Lane] = {}
         #: classes that have a lane, the lowest first
         self._ascending: list[int] = []
         #: credit by class, in tokens of work
         self._credit: dict[int, float] = {}
+
+    @property
+    def floor(self) -> float:
+        return self._floor
+
+    @floor.setter
+    def floor(self, floor: float) -> None:
+        self._floor = floor
+        if not floor:
+            self._credit.clear()
 
     @property
     def is_fair(self) -> bool:
@@ -223,7 +233,7 @@ class Classes:
 
     def serve(self, waiting: Waiting) -> None:
         """Update the credits of the classes when a request leaves for a worker."""
-        if not self.floor or len(self._ascending) < 2:
+        if not self._floor or len(self._ascending) < 2:
             return
         work = waiting.work_tokens
         if self._ascending[-1] > waiting.priority and waiting.priority in self._credit:
@@ -231,9 +241,10 @@ class Classes:
         for priority in self._ascending:
             if priority >= waiting.priority:
                 break
-            if priority == BATCH_PRIORITY:
+            # Parked requests cannot spend credit, which would grow without limit.
+            if priority == BATCH_PRIORITY or self._lanes[priority].head(None) is None:
                 continue
-            self._credit[priority] = self._credit.get(priority, 0.0) + self.floor * work
+            self._credit[priority] = self._credit.get(priority, 0.0) + self._floor * work
 
     def _heads(self, ledger_now: float | None) -> Iterator[tuple[int, Queued]]:
         for priority in reversed(self._ascending):

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everlift.messages import BATCH_PRIORITY
+from router.admission.parking import Wait
 from router.admission.policy import (
     ORDERS,
     EarliestDeadline,
@@ -329,6 +330,34 @@ def test_class_floor_gives_lower_class_its_share_of_work() -> None:
         gone = queue.pop(500.0)
         served[gone.priority] += gone.work_tokens
     assert 0.1 * served[1] - 20 <= served[0] <= 0.1 * served[1]
+
+
+def test_class_floor_of_zero_ends_earned_credit() -> None:
+    """A class would never spend the credit and would precede higher classes without end."""
+    queue = AdmissionQueue(Fifo(), 0.5)
+    for number in range(4):
+        queue.push(waiting(f"high{number}", float(number), 50, priority=1))
+        queue.push(waiting(f"low{number}", float(number), 5))
+    assert queue.pop(500.0).request_id == "high0"
+    head = queue.peek(500.0)
+    assert head is not None and head.request_id == "low0"
+    queue.class_floor = 0.0
+    assert drain(queue, 500.0) == [f"{it}{n}" for it in ("high", "low") for n in range(4)][1:]
+
+
+def test_class_floor_gives_parked_requests_no_credit() -> None:
+    queue = AdmissionQueue(Fifo(), 0.5)
+    for number in range(40):
+        queue.push(waiting(f"high{number}", float(number), 50, priority=1))
+    queue.push(waiting("parked", 0.0, 5))
+    queue.park("parked", Wait("", 0, 0.0, 0.0, 1.0))
+    for _ in range(20):
+        queue.pop(500.0)
+    for number in range(20):
+        queue.push(waiting(f"low{number}", 1.0 + number, 50))
+    assert queue.pop(500.0).priority == 1, "the credit of 20 requests would put the class first"
+    queue.unpark("parked", 1.0)
+    assert [queue.pop(500.0).request_id for _ in range(2)] == ["parked", "high21"]
 
 
 def test_class_floor_gives_batches_no_share() -> None:
