@@ -334,8 +334,11 @@ class Bounds:
         expires = waiting.arrived + (self.rules.queue_ttl or inf)
         if not self.rules.refuse_late:
             return expires
+        if not wait_s:
+            # No queue is known, and the prompt may be cached (``Deadlines.missed``).
+            prefill_s = 0.0
         by_first = waiting.ttft_deadline - _PREFILL_MARGIN * prefill_s
-        by_end = waiting.deadline - self._output_s(waiting) - (prefill_s if wait_s else 0.0)
+        by_end = waiting.deadline - self._output_s(waiting) - prefill_s
         return min(expires, min(by_first, by_end) - _ROUND_TRIP_S)
 
     def _output_s(self, waiting: Waiting) -> float:

@@ -149,6 +149,21 @@ def test_long_output_is_refused_even_with_an_empty_queue() -> None:
     assert expired(idle, 0.0) == {}
 
 
+def test_idle_cluster_keeps_request_that_it_can_start_in_time() -> None:
+    """The prompt takes 0.6 s; a request behind others must leave 1.2 s before its deadline."""
+    idle = Cluster(replace(CONFIG, refuse_late=True))
+    idle.connect()
+    throughput = paced(tokens_per_s=1000.0)
+    throughput.full_rate = 1000.0
+    idle.add_worker("w", Load(1), throughput)
+    idle.leader_state.update_estimates(0.0)
+    assert come(idle, "a", prompt_tokens=600, ttft_deadline=1.0) == {}
+    assert expired(idle, 0.0) == {}
+    assert come(idle, "b", prompt_tokens=600, ttft_deadline=1.5) == {}
+    assert expired(idle, 0.3) == {"b": "queue_timeout"}
+    assert expired(idle, 0.98) == {"a": "queue_timeout"}
+
+
 def test_queue_estimate_learns_from_reported_tpot_ratios() -> None:
     some = learned()
     before = some.queue.queue_estimate().least_tpot_s
