@@ -32,7 +32,7 @@ class Queued:
     """Queued request, with its number in order of queueing (``ticket``).
 
     ``arrival`` holds the clocks and counts of the wait statistics when the request was queued. A
-    parked request waits for a certain worker or an adapter, and is in no lane. ``wait`` is the last
+    parked request waits for certain workers (``Wait``), and is in no lane. ``wait`` is the last
     such wait, kept after its end; None if the request was never parked. ``parked_s`` is the total
     duration of the ended waits in seconds.
     """

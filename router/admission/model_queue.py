@@ -37,8 +37,9 @@ from router.config import RouterConfig
 
 #: Seconds for which a request that was moved or evicted is neither moved nor evicted again.
 _SPARED_S = 5.0
-#: Seconds after which a request is tried again whose adapter no worker serves.
-_ADAPTER_RETRY_S = 1.0
+#: Seconds after which a request is tried again whose adapter no worker serves, or that avoids the
+#: only worker with capacity for it.
+_RETRY_S = 1.0
 #: An evicted request is spared for at least this many times its recompute time, so that it makes
 #: progress in between.
 _SPARED_FACTOR = 3
@@ -157,9 +158,8 @@ class ModelQueue:
     def waited_s(self, now: float, ledger_now: float) -> float:
         """Return the seconds that the next request has waited; 0 if there is none.
 
-        Parked requests, which wait for a particular worker or for an adapter (``Wait``), are left
-        out. The time counts from the next request's arrival or, if it has been dispatched before,
-        from when it was queued again.
+        Parked requests (``Wait``) are left out. The time counts from the next request's arrival or,
+        if it has been dispatched before, from when it was queued again.
         """
         head = self._queue.peek(ledger_now)
         if head is None:
@@ -404,7 +404,7 @@ class ModelQueue:
         """Unpark the requests whose wait has ended or whose worker is lost.
 
         Unparked requests regain their places in the order of the queue. The loss of any worker also
-        ends the waits for an adapter.
+        ends the waits that are for no particular worker.
         """
         if self._num_losses != self._placement.num_losses:
             self._num_losses = self._placement.num_losses
@@ -463,7 +463,7 @@ class ModelQueue:
 
     @property
     def next_expiry(self) -> float | None:
-        """Time at which the next wait for a cached prefix or an adapter ends; None without any.
+        """Time at which the next wait of a parked request ends; None without any.
 
         ``place`` must be called then. The time may be too early, but not too late.
         """
@@ -485,9 +485,7 @@ class ModelQueue:
         self, head: Waiting, now: float, ledger_now: float, make_epoch: Callable[[], int]
     ) -> Placed | Wait | None:
         if not self._placement.serves(head.adapter):
-            # The request must not keep those behind it in the queue.
-            until = now + _ADAPTER_RETRY_S
-            return Wait("", 0, 0.0, 0.0, until) if self._may_park else None
+            return self._retry_later(now)
         choice = self._placement.choose(head)
         if choice is not None:
             last = self._queue.last_wait(head.request_id)
@@ -496,6 +494,21 @@ class ModelQueue:
             )
             wait = self._wait_for(head, choice, waited, now)
             return wait or Placed(head, choice.worker_id, make_epoch(), (), choice.cached_tokens)
+        placed = self._place_by_eviction(head, now, ledger_now, make_epoch)
+        if placed is None and self._placement.take(head.avoid, head._replace(avoid="")) is not None:
+            return self._retry_later(now)
+        return placed
+
+    def _retry_later(self, now: float) -> Wait | None:
+        """Return the decision to park a request that must not block those behind it in the queue.
+
+        The result is None if no request may be parked.
+        """
+        return Wait("", 0, 0.0, 0.0, now + _RETRY_S) if self._may_park else None
+
+    def _place_by_eviction(
+        self, head: Waiting, now: float, ledger_now: float, make_epoch: Callable[[], int]
+    ) -> Placed | None:
         # If the head is next because of its class's credit, it must not keep a request of a higher
         # class from evicting others.
         highest = self._queue.peek_highest(ledger_now)

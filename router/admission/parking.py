@@ -1,4 +1,4 @@
-"""Queued requests that wait for a worker that has their prefix cached, or for an adapter. Pure."""
+"""Queued requests that wait for certain workers, and therefore do not block later ones. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from router.admission.request import Waiting
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Decision that a request waits for a busy worker, or until a worker serves its adapter.
+    """Decision that a request waits for a busy worker, or is tried again later.
 
     The wait ends at ``until`` at the latest, in seconds of the leader's clock. The busy worker has
     the first ``cached_tokens`` tokens of the request in its prefix cache. The alternative is an
@@ -22,8 +22,8 @@ class Wait:
 
     ``saved_s`` is the cost of the alternative (``Choice.cost_s``) less the cost at the busy worker,
     which leaves out the pending prefill there. The value is at most the ``saved_s`` of the
-    request's previous wait. ``worker_id`` is empty, and all numbers but ``until`` are 0, if the
-    request waits until a worker serves its adapter.
+    request's previous wait. ``worker_id`` is empty, and all numbers but ``until`` are 0, if no
+    worker serves the request's adapter, or if only the worker that it avoids has capacity for it.
     """
 
     worker_id: str
@@ -35,7 +35,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """Request that has waited for a worker or an adapter since ``since``.
+    """Request that has been parked since ``since``.
 
     ``since`` is in seconds of the leader's clock. ``number`` counts all waits in the order in which
     they began, from 0.
@@ -112,7 +112,7 @@ class Parking:
     def workers(self) -> list[str]:
         """Return the ids of the workers for which requests wait.
 
-        The empty id is included if a request waits for an adapter.
+        The empty id is included if a request waits for no particular worker.
         """
         return list(self._ahead)
 
@@ -145,7 +145,7 @@ class Parking:
     def release(self, worker_ids: Iterable[str]) -> list[Parked]:
         """Remove and return all requests except those that wait for one of ``worker_ids``.
 
-        Requests that wait for an adapter are removed, too.
+        Requests that wait for no particular worker are removed, too.
         """
         known = set(worker_ids)
         lost = [it for it in self._parked.values() if it.wait.worker_id not in known]

@@ -30,6 +30,7 @@ from router.admission.workers import (
     Need,
     WorkerView,
     blocks_of,
+    has_alternative,
     largest_batch,
 )
 from router.config import RouterConfig
@@ -135,10 +136,11 @@ class Choice(NamedTuple):
 
 
 class Waited(NamedTuple):
-    """Ended waits of a request for busy workers that have its prefix cached, or for its adapter.
+    """Ended waits of a request while it was parked.
 
     ``seconds`` is their total duration. ``saved_s`` is the smallest number of seconds that any of
-    the waits was expected to save, 0 for an adapter; inf if the request has not waited.
+    the waits was expected to save, 0 if one was for no particular worker. It is inf if the request
+    was never parked.
     """
 
     seconds: float = 0.0
@@ -194,6 +196,9 @@ class Placement:
     def report(self, worker_id: str, load: Load, now: float) -> None:
         worker = self._workers.get(worker_id)
         if worker is not None and load.sequence_number > worker.load.sequence_number:
+            if load.draining != worker.load.draining:
+                # A worker that a request avoids can accept it if all others drain.
+                self._unmet = None
             worker.load = load
             worker.departures.measure(worker.num_arrived, load.num_running + load.num_waiting, now)
             worker.num_arrived = 0
@@ -428,7 +433,8 @@ class Placement:
         """Return the worker as the choice for a request; None if the worker cannot accept it now.
 
         A worker cannot accept a request if it has no credit for the request or does not serve its
-        adapter. The worker that the request avoids accepts it only if there is no other worker.
+        adapter. The worker that the request avoids accepts it only if no other worker is open and
+        serves its adapter.
         """
         if worker_id not in self._ready:
             return None
@@ -567,11 +573,10 @@ class Placement:
         return chain((reserved_worker,), others) if reserved_worker in self._workers else others
 
     def _can_accept(self, worker_id: str, needs: _Needs, num_cached: int) -> bool:
-        # The gateway of the request could not reach this worker, and there is another one.
-        is_avoided = worker_id == needs.avoid and len(self._workers) > 1
+        if worker_id == needs.avoid and has_alternative(worker_id, needs.adapter, self._workers):
+            return False
         worker = self._workers[worker_id]
-        is_able = not is_avoided and worker.capacity.serves(needs.adapter)
-        return is_able and self._has_credit(worker, needs, num_cached)
+        return worker.capacity.serves(needs.adapter) and self._has_credit(worker, needs, num_cached)
 
     def _has_credit(self, worker: WorkerView, need: Need, cached_tokens: int = 0) -> bool:
         # If the worker were lost, requests beside a suspect would be suspected as well, and it

@@ -18,7 +18,7 @@ from math import inf
 
 from router.admission.handover import TICK_S
 from router.admission.request import Key, Ordered, Running, RunningTable, Waiting
-from router.admission.workers import WorkerView, blocks_for, blocks_of
+from router.admission.workers import WorkerView, blocks_for, blocks_of, has_alternative
 
 #: A request evicts others at least ``_MARGIN_S`` seconds before its latest start, or a tick and
 #: ``_STEPS`` steps of the worker before, if that is longer: the leader decides once per tick, and
@@ -139,16 +139,16 @@ class Evictions:
 
         If several are equal, the one at the worker with the least pending prefill is returned.
         Workers that are slow or that try a suspect request are ignored, and so is the worker that
-        the request avoids, unless it is the only one. Return None if no eviction frees enough
-        capacity, or if none helps soon enough.
+        the request avoids, unless no other one is open and serves its adapter. Return None if no
+        eviction frees enough capacity, or if none helps soon enough.
         """
+        is_avoiding = has_alternative(waiting.avoid, waiting.adapter, workers)
         found = [
             (sum(victim.known_tokens for victim in victims), worker.pending_prefill, it, victims)
             for it, worker in workers.items()
             if worker.is_open and not worker.is_slow and not worker.trial
             if worker.capacity.serves(waiting.adapter)
-            # The gateway of the request could not reach the worker ``avoid``.
-            if it != waiting.avoid or len(workers) == 1
+            if it != waiting.avoid or not is_avoiding
             if (victims := self._victims(waiting, it, worker, spared)) is not None
         ]
         found.sort(key=lambda it: it[:3])

@@ -81,7 +81,7 @@ class Waiting(NamedTuple):
     arrived: float
     prefill_tokens: int
     max_tokens: int
-    #: worker that the gateway could not reach; empty: none
+    #: worker that the gateway could not reach, or whose engine failed the request; empty: none
     avoid: str = ""
     choices: int = 1
     #: class; requests of a larger one leave first

@@ -7,7 +7,7 @@ moved here from another worker. An epoch is the random id of a dispatch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
@@ -90,6 +90,15 @@ def capacity(
         if load.HasField("wait_s"):
             answer.wait_s = load.wait_s
     return answer
+
+
+def has_alternative(worker_id: str, adapter: str, workers: Mapping[str, WorkerView]) -> bool:
+    """Return whether a worker other than ``worker_id`` is open and serves the adapter."""
+    return any(
+        worker.is_open and worker.capacity.serves(adapter)
+        for it, worker in workers.items()
+        if it != worker_id
+    )
 
 
 def _kinds(workers: Sequence[Connected]) -> list[admin_pb2.WorkerKind]:

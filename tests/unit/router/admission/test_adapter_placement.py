@@ -43,6 +43,15 @@ def test_request_without_a_serving_worker_blocks_no_other() -> None:
     assert placed.queue_wait is not None and not placed.queue_wait.HasField("prefix")
 
 
+def test_avoided_worker_takes_request_if_it_alone_serves_adapter() -> None:
+    cluster = Cluster()
+    cluster.add_worker("plain", Load(1))
+    cluster.add_worker("serving", Load(1), capacity=SERVING)
+    assert choose(cluster.placement, waiting("r", adapter="sql", avoid="serving")) == "serving"
+    cluster.add_worker("other", FULL, capacity=SERVING)
+    assert choose(cluster.placement, waiting("r", adapter="sql", avoid="serving")) is None
+
+
 def test_eviction_happens_only_where_the_adapter_is() -> None:
     cluster = Cluster()
     for name, capacity in (("w", CAPACITY), ("serving", SERVING)):

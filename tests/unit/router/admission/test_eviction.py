@@ -226,7 +226,7 @@ def test_eviction_spares_a_worker_that_tries_a_suspect() -> None:
 def test_eviction_avoids_an_unreachable_worker_unless_alone() -> None:
     cluster = full()
     cluster.enqueue("high", priority=1, ttft_deadline=10.0, avoid="w")
-    cluster.add_worker("draining", Load(1, draining=True))
+    cluster.add_worker("other", FULL)
     assert not cluster.place(ledger_now=9.9)
-    cluster.placement.remove_worker("draining")
+    cluster.placement.report("other", replace(FULL, sequence_number=2, draining=True), 0.0)
     assert victims(cluster, now=9.9) == ["d"]

@@ -96,6 +96,34 @@ def reserve(cluster: Cluster, request_id: str = "new", **fields: object) -> Plac
     return cluster.leader_state.reserve(waiting(request_id, **fields), 0.0, lambda: 7)
 
 
+def test_request_avoiding_the_only_free_worker_blocks_no_other() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    full = Load(1, num_running=4, num_waiting=2)
+    for name, load in (("free", Load(1)), ("full", full)):
+        cluster.add_worker(name, load)
+    cluster.enqueue("first", avoid="free", attempt=1, accepted=True)
+    cluster.enqueue("second", arrived=1.0)
+    assert [(it.waiting.request_id, it.worker_id) for it in cluster.place()] == [("second", "free")]
+    assert cluster.queue.next_expiry == 1.0
+    cluster.placement.report("full", Load(2), 1.0)
+    assert [(it.waiting.request_id, it.worker_id) for it in cluster.place(1.0)] == [
+        ("first", "full")
+    ]
+
+
+def test_request_waits_in_order_if_the_avoided_worker_is_full() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    for name in ("a", "b"):
+        cluster.add_worker(name, Load(1, num_running=4, num_waiting=2))
+    cluster.enqueue("first", avoid="a", attempt=1, accepted=True)
+    cluster.enqueue("second", arrived=1.0)
+    assert not cluster.place()
+    cluster.placement.report("b", Load(2, num_running=4, num_waiting=1), 0.1)
+    assert names(cluster) == ["first"]
+
+
 def test_reserve_places_request_if_queue_is_empty() -> None:
     cluster = Cluster()
     cluster.connect()

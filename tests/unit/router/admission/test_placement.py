@@ -168,6 +168,14 @@ def test_avoided_worker_is_chosen_only_if_alone() -> None:
     assert choose(placement, waiting(avoid="a")) == "a"
 
 
+def test_avoided_worker_is_chosen_if_all_others_drain() -> None:
+    full = Load(1, num_running=2, num_waiting=2)
+    placement = placement_of(a=Load(1), b=full)
+    assert choose(placement, waiting(avoid="a")) is None
+    placement.report("b", replace(full, sequence_number=2, draining=True), now=0.0)
+    assert choose(placement, waiting(avoid="a")) == "a"
+
+
 def test_slow_worker_is_chosen_only_if_no_other_has_room() -> None:
     placement = placement_of(slow=Load(1), busy=Load(1, num_running=1, committed_tokens=900))
     for worker_id, busy_s in (("slow", 0.9), ("busy", 0.09)):
