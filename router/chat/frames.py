@@ -1,7 +1,8 @@
 """Start parameters and messages of a renderer process, which renders chats. Pure.
 
-A message is the length in bytes of a frame, as a big-endian integer of 4 bytes, followed by the
-frame, a JSON object in UTF-8. The frame of a rendered text is a zero byte and the text in UTF-8.
+A message is the number of a request in 8 bytes, the length in bytes of a frame, as a big-endian
+integer of 4 bytes, and the frame, a JSON object in UTF-8. The frame of a rendered text is a zero
+byte and the text in UTF-8. An answer repeats the number of its request.
 """
 
 from __future__ import annotations
@@ -32,17 +33,21 @@ class Launch:
     max_characters: int
 
 
+NUMBER_BYTES = 8
 LENGTH_BYTES = 4
+#: Number of the first request, which is a Launch, and of the message of each new child.
+START = bytes(NUMBER_BYTES)
 _TEXT = b"\0"
 Frame = dict[str, Any]
 
 
 def encode(frame: Frame) -> bytes:
+    """Return the message of a frame, without its number."""
     return _with_length(to_json(frame))
 
 
 def encode_text(text: str) -> bytes:
-    """Return the message of a rendered text. Raises UnicodeEncodeError."""
+    """Return the message of a rendered text, without its number. Raises UnicodeEncodeError."""
     return _with_length(_TEXT + text.encode())
 
 
@@ -55,7 +60,7 @@ def decode_length(head: bytes) -> int:
 
 
 def decode(body: bytes) -> Frame:
-    """Return the frame in ``body``, which is a message without its length.
+    """Return the frame in ``body``, which is a message without its number and length.
 
     The frame of a rendered text is returned as {"text": text}. Raises ValueError if the body is
     neither a text nor a JSON object.

@@ -42,6 +42,7 @@ class RendererProcess:
         self._launch = launch
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._num_chats = 0
 
     async def start(self) -> None:
         """Start the process unless it runs. Raises EverliftError if it does not become ready."""
@@ -56,8 +57,10 @@ class RendererProcess:
         ``Launch.max_characters``. Raises EverliftError if no process can be started.
         """
         await self.start()
+        self._num_chats += 1
+        number = self._num_chats.to_bytes(frames.NUMBER_BYTES, "big")
         try:
-            answer = await self._exchange(request, _ELAPSED_FACTOR * self._launch.cpu_s)
+            answer = await self._exchange(number, request, _ELAPSED_FACTOR * self._launch.cpu_s)
         except TimeoutError:
             raise self._too_slow() from None
         except _Ended:
@@ -90,17 +93,25 @@ class RendererProcess:
             )
         log.info("chat renderer started", child_pid=self._process.pid)
         try:
-            await self._exchange(frames.encode(asdict(self._launch)), _START_S)
+            await self._exchange(frames.START, frames.encode(asdict(self._launch)), _START_S)
         except (_Ended, TimeoutError):
             raise EverliftError("the chat renderer did not start; see the router's log") from None
 
-    async def _exchange(self, request: bytes, timeout_s: float) -> Frame:
+    async def _exchange(self, number: bytes, request: bytes, timeout_s: float) -> Frame:
+        """Send a request, and return its answer or the message of a new child."""
         assert self._socket is not None
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout_s):
-                await asyncio.get_running_loop().sock_sendall(self._socket, request)
+                await loop.sock_sendall(self._socket, number)
+                await loop.sock_sendall(self._socket, request)
+                answered = await self._receive(frames.NUMBER_BYTES)
                 head = await self._receive(frames.LENGTH_BYTES)
-                return frames.decode(await self._receive(frames.decode_length(head)))
+                answer = frames.decode(await self._receive(frames.decode_length(head)))
+                # The answer to another chat must never reach this one's client.
+                if answered != number and "ready" not in answer:
+                    raise ValueError("the answer has another number than the request")
+                return answer
         except (EOFError, OSError, ValueError) as error:
             self.end()
             # TimeoutError is an OSError, but must remain distinguishable.
@@ -138,6 +149,8 @@ class RendererProcess:
             # The child exceeded the CPU time limit with this chat, and a new child has replaced it.
             case {"ready": signal.SIGPROF.name}:
                 raise self._too_slow()
+        # The child may have been idle when it was killed. The answer to this chat then follows.
+        self.end()
         raise _crashed()
 
     def _too_slow(self) -> TemplateTimeout:

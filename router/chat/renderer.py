@@ -6,7 +6,8 @@
 
 The sandbox limits what a template can access, and the child's resource limits what it can use. The
 kernel kills the child when a chat takes too much CPU time, and on Linux it also limits the child's
-memory. The next child is ready 10 ms later, and its first message takes the place of the answer.
+memory. The next child is ready 10 ms later, and its first message takes the place of the answer. If
+something else killed the child, it may have been idle, so the router replaces this process as well.
 The child ends when the socket is closed, and then this process ends too.
 
     from the router   a Launch; then {messages, tools, add_generation_prompt,
@@ -45,7 +46,7 @@ def main() -> None:
     import transformers.utils.chat_template_utils  # noqa: F401
 
     with socket.socket(fileno=os.dup(sys.stdin.fileno())) as sock:
-        launch = Launch(**_receive(sock))
+        launch = Launch(**_receive(sock)[1])
         ended_by = ""
         while True:
             if not (pid := os.fork()):
@@ -70,7 +71,7 @@ def _child(sock: socket.socket, launch: Launch, ended_by: str) -> None:
     try:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         _limit_resources(launch.memory_mib)
-        sock.sendall(frames.encode({"ready": ended_by}))
+        sock.sendall(frames.START + frames.encode({"ready": ended_by}))
         while True:
             _serve(sock, launch)
     except (EOFError, ConnectionError):
@@ -80,11 +81,12 @@ def _child(sock: socket.socket, launch: Launch, ended_by: str) -> None:
 
 
 def _serve(sock: socket.socket, launch: Launch) -> None:
-    request = _receive(sock)
+    number, request = _receive(sock)
     # If the time runs out, the timer's signal kills this process.
     signal.setitimer(signal.ITIMER_PROF, launch.cpu_s)
     answer = _answer(request, launch)
     signal.setitimer(signal.ITIMER_PROF, 0)
+    sock.sendall(number)
     sock.sendall(answer)
 
 
@@ -142,9 +144,11 @@ def _limit_resources(memory_mib: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _receive(sock: socket.socket) -> Frame:
+def _receive(sock: socket.socket) -> tuple[bytes, Frame]:
+    """Return the number and the frame of the next message."""
+    number = _receive_exactly(sock, frames.NUMBER_BYTES)
     length = frames.decode_length(_receive_exactly(sock, frames.LENGTH_BYTES))
-    return frames.decode(_receive_exactly(sock, length))
+    return number, frames.decode(_receive_exactly(sock, length))
 
 
 def _receive_exactly(sock: socket.socket, count: int) -> bytes:

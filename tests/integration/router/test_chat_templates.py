@@ -22,8 +22,8 @@ from everlift.errors import (
     TemplateTimeout,
     UnknownModel,
 )
+from router.chat import frames, templates
 from router.chat import process as renderers
-from router.chat import templates
 from router.chat.conversation import Turn
 from router.chat.messages import chat_turns
 from router.chat.parsers.hermes import HERMES
@@ -267,13 +267,34 @@ async def test_killed_renderer_is_restarted(tmp_path: Path) -> None:
         [child] = children(process.pid)
         os.kill(child, signal.SIGKILL)
         with pytest.raises(TemplateFailed, match="crashed the process"):
-            await template.render(chat_turns(HELLO), None)
-        assert await template.render(chat_turns(HELLO), None) == "hello is fine"
-        assert supervisor(template) is process
+            await template.render(saying("first"), None)
+        for content in ("second", "third"):
+            assert await template.render(saying(content), None) == f"{content} is fine"
 
+        process = supervisor(template)
         process.kill()
         process.wait()
         assert await template.render(chat_turns(HELLO), None) == "hello is fine"
+
+
+async def test_answer_to_another_chat_is_never_returned(tmp_path: Path) -> None:
+    async with serving(tmp_path, "{{ messages[0].content }}") as template:
+        assert await template.render(saying("first"), None) == "first"
+        [process] = template._processes
+        assert process._socket is not None
+        other: dict[str, object] = {
+            "messages": [{"role": "user", "content": "other"}],
+            "tools": None,
+            "add_generation_prompt": True,
+            "continue_final_message": False,
+            "variables": {},
+            "documents": None,
+            "chat_template": None,
+        }
+        process._socket.send(bytes(frames.NUMBER_BYTES) + frames.encode(other))
+        with pytest.raises(TemplateFailed, match="crashed the process"):
+            await template.render(saying("second"), None)
+        assert await template.render(saying("third"), None) == "third"
 
 
 @pytest.mark.long
