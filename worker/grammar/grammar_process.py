@@ -155,7 +155,7 @@ class GrammarProcess:
                 self._start = thread.submit(compile_grammar, kind, texts, vocabulary).result()
             _return_stack()
             outlive_parent()
-            self._mask(Place(self._start, frozenset({0})), "no text of the vocabulary fits")
+            self._mask(Place(self._start, frozenset()), "no text of the vocabulary fits")
         num_bytes = max(0, _memory_bytes() - before)
         return CompileResult(num_bytes, self._model.eos_token_ids).encode()
 
@@ -226,9 +226,9 @@ class GrammarProcess:
     def _mask(self, place: Place, problem: str = "") -> NDArray[np.int32]:
         """Return the bit mask of the tokens that may come next, one bit per token.
 
-        Stop tokens are allowed only where the grammar is complete. Raises Refused with the message
-        ``problem`` if no token is allowed; with an empty ``problem`` the mask is returned. Raises
-        LimitExceeded if llguidance exceeds a limit.
+        Stop tokens are allowed only where the grammar is complete. If no token is allowed and the
+        grammar is incomplete, raises Refused with the message ``problem``; with an empty
+        ``problem`` the mask is returned. Raises LimitExceeded if llguidance exceeds a limit.
         """
         is_complete = place.matcher.is_accepting()
         computed = allowed_tokens(place.matcher)
@@ -241,7 +241,7 @@ class GrammarProcess:
         for token in place.stops:
             bit = np.uint32(1 << token % 32)
             bits[token // 32] = bits[token // 32] | bit if is_complete else bits[token // 32] & ~bit
-        if problem and not mask.any():
+        if problem and not is_complete and not mask.any():
             raise Refused(problem)
         return mask
 
