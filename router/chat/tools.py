@@ -221,33 +221,43 @@ def _definition(function: Function) -> Json:
     """Return the schema of a function's arguments, to be embedded in another schema.
 
     The schema's `$id` is removed, and its references to itself are changed to its position in the
-    other schema.
+    other schema. Its anchors are prefixed with the function's name, which makes them unique there.
     """
     base = function.parameters.get("$id")
     bases = {"", base.partition("#")[0]} if isinstance(base, str) else {""}
     schema = {key: value for key, value in function.parameters.items() if key != "$id"}
-    return _rooted(schema, _root(function.name), bases)
+    return _rooted(schema, function.name, bases)
 
 
-def _rooted(schema: Json, root: str, bases: Set[str]) -> Json:
-    """Return ``schema`` with its references to itself redirected to ``root``.
+def _rooted(schema: Json, function: str, bases: Set[str]) -> Json:
+    """Return ``schema`` with references to itself redirected to the position of ``function``.
 
     A reference is to the schema itself if the part before its ``#`` is one of ``bases``.
     """
     if isinstance(schema, list):
-        return [_rooted(part, root, bases) for part in schema]
+        return [_rooted(part, function, bases) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    return {key: _rooted_value(key, value, root, bases) for key, value in schema.items()}
+    return {key: _rooted_value(key, value, function, bases) for key, value in schema.items()}
 
 
-def _rooted_value(key: str, value: Json, root: str, bases: Set[str]) -> Json:
+def _rooted_value(key: str, value: Json, function: str, bases: Set[str]) -> Json:
     if key in _BY_NAME and isinstance(value, dict):
-        return {name: _rooted(part, root, bases) for name, part in value.items()}
+        return {name: _rooted(part, function, bases) for name, part in value.items()}
+    if key == "$anchor" and isinstance(value, str):
+        return _anchor(function, value)
     if key == "$ref" and isinstance(value, str):
-        base, _, pointer = value.partition("#")
-        return root + pointer if base in bases else value
-    return value if key in _DATA else _rooted(value, root, bases)
+        base, _, target = value.partition("#")
+        if base not in bases:
+            return value
+        is_anchor = target and not target.startswith("/")
+        return f"#{_anchor(function, target)}" if is_anchor else _root(function) + target
+    return value if key in _DATA else _rooted(value, function, bases)
+
+
+def _anchor(function: str, anchor: str) -> str:
+    # The name of a function has no dots.
+    return f"{function}.{anchor}"
 
 
 def _choice(raw: object) -> tuple[Choice, str, frozenset[str] | None]:

@@ -191,6 +191,24 @@ def test_required_calls_allow_an_id_at_the_root_of_parameters(choice: Any) -> No
     assert not allows(use, written % '{"n": "1"}')
 
 
+@pytest.mark.parametrize("base", ["", "https://example.com/f.json"])
+def test_anchors_of_required_tools_stay_separate(base: str) -> None:
+    def anchored(name: str, kind: str) -> Any:
+        node = {
+            "$id": base,
+            "type": "object",
+            "properties": {"a": {"$ref": f"{base}#A"}},
+            "$defs": {"x": {"$anchor": "A", "type": kind}},
+        }
+        return tool(name=name, parameters=node)
+
+    use = ToolUse.of([anchored("f", "string"), anchored("g", "integer")], "required", True)
+    for name, good, bad in (("f", '"x"', "1"), ("g", "1", '"x"')):
+        written = f'[{{"name": "{name}", "arguments": {{"a": %s}}}}]'
+        assert allows(use, written % good)
+        assert not allows(use, written % bad)
+
+
 def test_large_tool_schemas_are_rejected_if_grammar_is_needed() -> None:
     tools = [tool(name=f"f{i}", parameters={"title": "x" * 40_000}) for i in range(3)]
 
