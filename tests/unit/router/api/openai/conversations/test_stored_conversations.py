@@ -44,9 +44,10 @@ class Responses:
         output = {"id": f"out-{name}", "role": "assistant", "content": f"to {name}"}
         self.found[name] = SimpleNamespace(
             name=name,
-            record=SimpleNamespace(conversation_id=conversation_id),
+            record=SimpleNamespace(
+                conversation_id=conversation_id, input_items=[{"role": "user", "content": name}]
+            ),
             live=SimpleNamespace(entry=SimpleNamespace(state=state)),
-            input_items=[{"role": "user", "content": name}],
             output_items=[output],
         )
 
