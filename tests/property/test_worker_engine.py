@@ -60,6 +60,7 @@ class Job:
             priority=self.priority,
             predicted_tokens=self.max_tokens // 3,
             session=self.session,
+            expected_cached_tokens=len(self.prompt) // (1 + self.session),
         )
         return Sequence.from_start(message, bounds)
 

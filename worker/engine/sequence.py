@@ -169,6 +169,7 @@ class Sequence:
             adapter_digest=self.adapter_digest,
             adapter_source=self.adapter_source,
             predicted_tokens=self.predicted_tokens,
+            expected_cached_tokens=self.num_expected_hits,
             images=[session_pb2.Image(digest=it.digest, data=it.data) for it in self.images],
         )
 

@@ -4,7 +4,9 @@ import pytest
 
 from everlift.errors import EmptyPrompt, InvalidRequest, OutOfRange, PromptTooLong
 from everlift.hashes import block_hashes
+from everlift.images import Image
 from everlift.sampling import SamplingParams
+from everlift.v1 import session_pb2
 from tests.support.worker.worker_support import limits, prompt, sequence, start
 from worker.engine.limits import blocks_for
 from worker.engine.outcome import SequenceKey, Stop
@@ -12,6 +14,8 @@ from worker.engine.plan import Row
 from worker.engine.sequence import Sequence
 
 LIMITS = limits(num_blocks=4, max_model_len=100)
+#: Only rank 0 waits for confirmations, and a sequence has all of its tokens.
+OMITTED_BY_TO_START = {"confirm_first_step", "omitted_prefix"}
 
 
 def test_sequence_from_start_round_trips() -> None:
@@ -25,9 +29,17 @@ def test_sequence_from_start_round_trips() -> None:
         salt=b"s",
         num_computed=4,
         priority=-2,
+        predicted_tokens=6,
         session=1 << 63,
+        expected_cached_tokens=3,
+        adapter="sql",
     )
-    this = Sequence.from_start(message, LIMITS)
+    message.adapter_digest, message.adapter_source = "digest", "sql=org/sql"
+    image = Image(b"digest", b"file")
+    message.images.add(digest=image.digest, data=image.data)
+    fields = {field.name for field, _ in message.ListFields()}
+    assert fields == {*session_pb2.Start.DESCRIPTOR.fields_by_name} - OMITTED_BY_TO_START
+    this = Sequence.from_start(message, LIMITS, images=(image,))
     assert (this.key, this.request_id) == (SequenceKey(7, 1), "request-7")
     assert (this.tokens, this.num_prompt, this.num_output) == ([1, 2, 3, 4, 5], 3, 2)
     assert (this.max_tokens, this.sampling, this.salt) == (10, sampling, b"s")
