@@ -222,7 +222,7 @@ class WorkerConfig:
     #: directory in which each rank keeps a file named after its process id while it serves, for
     #: readiness probes; not set: none
     ready_dir: str = ""
-    #: allow fault injection: everlift chaos
+    #: allow fault injection (everlift chaos), and check the engine's invariants while it is idle
     chaos: bool = False
     #: settings of the model "fake"
     fake: FakeModel = field(default_factory=FakeModel)

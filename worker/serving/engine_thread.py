@@ -149,7 +149,12 @@ class EngineThread:
             self.successor = follow(engine, self.links.log, self.links.log.rank)
         else:
             LeadingLoop(
-                engine, self._inbox, self._report, self.links.log, announce=self._announce
+                engine,
+                self._inbox,
+                self._report,
+                self.links.log,
+                announce=self._announce,
+                checks_integrity=self._config.chaos,
             ).run()
 
 

@@ -31,7 +31,7 @@ from worker.engine.time_breakdowns import SequenceBreakdown, TimeBreakdowns
 from worker.serving.fault import Slowness, kill_or_pause
 from worker.serving.inbox import Inbox, Orders, Successor
 
-#: Seconds without work after which the engine checks its integrity.
+#: Seconds without work after which the engine's integrity is checked, with ``checks_integrity``.
 _IDLE_S = 0.5
 #: Minimum time in seconds between two reports of the sequences in the batch slots.
 _OCCUPANTS_S = 0.2
@@ -103,6 +103,10 @@ class LeadingLoop:
     iteration, and must not block. ``announce`` is called before a step that admits sequences for
     the first time, and delays the step until it returns. ``log`` is None for a worker of a single
     rank. ``clock`` returns seconds, and ``sleep`` is called with seconds.
+
+    ``checks_integrity`` means that an idle engine checks its invariants. A violated one raises
+    AssertionError. The next order waits for the end of the check, which takes seconds if the KV
+    cache is large.
     """
 
     def __init__(
@@ -114,8 +118,10 @@ class LeadingLoop:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         announce: Callable[[FirstSteps], None] | None = None,
+        checks_integrity: bool = False,
     ) -> None:
         self._engine = engine
+        self._checks_integrity = checks_integrity
         self._announce = announce
         if announce is not None:
             engine.before_admission = self._before_admission
@@ -214,9 +220,10 @@ class LeadingLoop:
         slots = self._engine.adapter_slots
         if slots is not None and slots.is_reading:
             return self._inbox.wait(timeout_s=_FILL_S)
-        if orders := self._inbox.wait(timeout_s=_IDLE_S):
-            return orders
-        self._engine.check_integrity()
+        if self._checks_integrity:
+            if orders := self._inbox.wait(timeout_s=_IDLE_S):
+                return orders
+            self._engine.check_integrity()
         return self._inbox.wait(timeout_s=None)
 
     def _return_sequences(self, orders: Orders) -> tuple[list[Outcome], list[Sequence]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from worker.config import WorkerConfig
@@ -38,3 +40,23 @@ def test_engine_thread_keeps_cause_if_runner_close_fails(
     thread = EngineThread(config, RankLinks, Inbox(), print, print, Startup(), print)
     error = thread.ended.exception(timeout=60)
     assert isinstance(error, EngineBroken) and str(error) == "step 7"
+
+
+@pytest.mark.parametrize("chaos", [False, True])
+def test_engine_thread_checks_integrity_only_with_chaos(
+    chaos: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {}
+
+    class Recording:
+        def __init__(self, *_: object, **given: object) -> None:
+            options.update(given)
+
+        def run(self) -> None:
+            pass
+
+    monkeypatch.setattr(engine_thread, "LeadingLoop", Recording)
+    config = WorkerConfig(model="fake", chaos=chaos)
+    thread = EngineThread(config, RankLinks, Inbox(), print, print, Startup(), print)
+    thread.ended.result(timeout=60)
+    assert options["checks_integrity"] is chaos

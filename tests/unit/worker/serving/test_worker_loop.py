@@ -186,12 +186,21 @@ def test_drain_does_not_return_aborted_sequences() -> None:
         assert {*lead.until_ended(2).stops} == {SequenceKey(2, 0)}
 
 
-def test_idle_loop_checks_engine_integrity() -> None:
-    lead = Lead()
-    checked = threading.Event()
-    lead.engine.check_integrity = checked.set  # type: ignore[method-assign]
-    with lead:
-        assert checked.wait(timeout=5.0)
+class IdleInbox(Inbox):
+    """Returns no orders as often as the loop limits the wait, and then the stop order."""
+
+    def wait(self, timeout_s: float | None) -> Orders:
+        return Orders(stop=timeout_s is None)
+
+
+@pytest.mark.parametrize("checks_integrity", [False, True])
+def test_idle_loop_checks_integrity_only_if_configured(
+    checks_integrity: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    this, checks = engine(LIMITS, MODEL), list[None]()
+    monkeypatch.setattr(this, "check_integrity", lambda: checks.append(None))
+    LeadingLoop(this, IdleInbox(), print, None, checks_integrity=checks_integrity).run()
+    assert len(checks) == checks_integrity
 
 
 def test_idle_loop_uses_no_cpu_time() -> None:
