@@ -280,7 +280,6 @@ class Sessions:
         """Order the engine to return all sequences to their routers, and start no more."""
         if not self.is_draining:
             self.is_draining = True
-            self._engine.drain()
             for sequence in tuple(self._preparing.values()):
                 # The end of one that waits for an adapter slot may start others that wait.
                 if self._is_preparing(sequence):
@@ -289,6 +288,8 @@ class Sessions:
                 self._pending.discard(key)
                 self._forward(Outcome(key, offset, (), Stop.RETURNED))
             self._incomplete.clear()
+            # Last, so that the engine also returns sequences that were started above.
+            self._engine.drain()
             for session in self._sessions.values():
                 session.outbox.notify()
 

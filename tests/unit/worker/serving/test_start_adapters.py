@@ -53,18 +53,22 @@ def test_start_with_another_adapter_can_continue_elsewhere(
 
 
 class LoadingEngine(RecordingEngine):
-    """Records the orders to load adapters."""
+    """Records the orders to load adapters and the drain: the number of starts before it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.loads: list[AdapterLoad] = []
+        self.drained_after: int | None = None
 
     def load_adapter(self, load: AdapterLoad) -> None:
         self.loads.append(load)
 
+    def drain(self) -> None:
+        self.drained_after = len(self.started)
+
 
 def test_drain_ends_starts_that_wait_for_an_adapter_slot() -> None:
-    """The end of the second start gives the third one its slot."""
+    """The end of the second start gives the third one its slot, and the drain returns that."""
     engine = LoadingEngine()
     sessions = Sessions(replace(limits(), num_adapter_slots=1), LOAD, engine, NoGrammars())
     router = sessions.open_session("router", lambda: None)
@@ -81,3 +85,4 @@ def test_drain_ends_starts_that_wait_for_an_adapter_slot() -> None:
     sessions.drain()
     assert [it.epoch for it in sessions.take_frame(router).progress] == [2]
     assert [it.key.epoch for it in engine.started] == [1, 3]
+    assert engine.drained_after == 2
