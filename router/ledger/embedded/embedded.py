@@ -122,9 +122,9 @@ class EmbeddedLedger:
         """Start the server on the data in ``state_dir``; return its url when it is ready.
 
         The url is for ``connect`` and contains the password. A server that ended by itself may be
-        started again and then has the same url. This call blocks. Raises LedgerSetupError if there
-        is no server binary, if another server uses the directory, if durability class ``memory``
-        would ignore existing data, or if the server does not start.
+        started again and then has the same url, also if a start failed meanwhile. This call blocks.
+        Raises LedgerSetupError if there is no server binary, if another server uses the directory,
+        if durability class ``memory`` would ignore existing data, or if the server does not start.
         """
         assert not self.is_running
         self._end_starter()
@@ -138,7 +138,7 @@ class EmbeddedLedger:
             self._process = self._spawn(find_binary(), home, lock)
             self._await_ready(socket, password, home / "server.log")
         except BaseException:
-            self.stop()
+            self._end_process()
             raise
         finally:
             # From now on only the server holds the lock.
@@ -153,6 +153,13 @@ class EmbeddedLedger:
 
     def stop(self) -> None:
         """Stop the server, which first writes its data; do nothing if there is no server."""
+        self._end_process()
+        if self._runtime_dir is not None:
+            shutil.rmtree(self._runtime_dir)
+            self._runtime_dir = None
+
+    def _end_process(self) -> None:
+        """End the server's process; the directory of its socket is kept for the next start."""
         process, self._process = self._process, None
         if process is not None:
             process.terminate()
@@ -163,9 +170,6 @@ class EmbeddedLedger:
                 process.wait()
             log.info("ledger server stopped", pid=process.pid, status=process.returncode)
         self._end_starter()
-        if self._runtime_dir is not None:
-            shutil.rmtree(self._runtime_dir)
-            self._runtime_dir = None
 
     def _check_data(self, data: Path) -> None:
         """Raise LedgerSetupError if a server without persistence would ignore existing data."""

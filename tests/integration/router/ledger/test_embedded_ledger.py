@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -23,6 +24,7 @@ from redis.retry import Retry
 
 from everlift.messages import FinishReason
 from router.ledger.config import DurabilityClass, LedgerConfig, LedgerSetupError
+from router.ledger.embedded import embedded
 from router.ledger.embedded.embedded import EmbeddedLedger
 from router.ledger.entry import Append, Appended, State
 from router.ledger.redis.redis_ledger import connect
@@ -245,6 +247,26 @@ def test_socket_moves_to_runtime_dir_for_long_path(
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     with Redis.from_url(url) as client:
         assert client.ping()
+    server.stop()
+    assert not list(runtime.iterdir())
+
+
+def test_failed_restart_does_not_move_the_socket(
+    server: EmbeddedLedger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = tmp_path / "run"
+    runtime.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    deep = tmp_path / ("d" * 100)
+    url = server.start(deep)
+    kill(server.pid)
+    while server.is_running:
+        time.sleep(0.001)
+    with monkeypatch.context() as patch, pytest.raises(LedgerSetupError, match="does not start"):
+        patch.setattr(embedded, "find_binary", lambda: Path("/bin/false"))
+        server.start(deep)
+    assert server.pid == 0
+    assert server.start(deep) == url
     server.stop()
     assert not list(runtime.iterdir())
 
