@@ -186,9 +186,9 @@ class ForkServer:
 class _Pipes:
     """Descriptors of the pipes of one forked process.
 
-    ``theirs`` go to the fork server: the process's standard input (which contains its launch),
-    output and error, and the pipe for its exit status. This process reads the output from
-    ``reports`` and the exit status from ``status``.
+    ``theirs`` go to the fork server: the process's standard input (a file in memory that contains
+    its launch), output and error, and the pipe for its exit status. This process reads the output
+    from ``reports`` and the exit status from ``status``.
     """
 
     theirs: list[int]
@@ -197,13 +197,26 @@ class _Pipes:
 
     @classmethod
     def opened(cls, data: bytes, log_path: Path) -> Self:
-        stdin, writer = os.pipe()
-        # The write does not block, because a launch is far smaller than a pipe's buffer.
-        os.write(writer, data)
-        os.close(writer)
-        reports, stdout = os.pipe()
-        status, ended = os.pipe()
-        stderr = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        """Open the descriptors; ``data`` is the content of the standard input.
+
+        Raises OSError if one of them cannot be opened; none is left open then.
+        """
+        opened: list[int] = []
+        try:
+            # A pipe without a reader would block the event loop, because it takes only 64 KiB.
+            stdin = os.memfd_create("launch")
+            opened.append(stdin)
+            with open(stdin, "wb", closefd=False) as file:
+                file.write(data)
+            os.lseek(stdin, 0, os.SEEK_SET)
+            stderr = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            opened.append(stderr)
+            reports, stdout = os.pipe()
+            opened += (reports, stdout)
+            status, ended = os.pipe()
+        except OSError:
+            _close(opened)
+            raise
         return cls([stdin, stdout, stderr, ended], reports, status)
 
 

@@ -20,7 +20,7 @@ from cluster.errors import ClusterFailed
 from cluster.local import fork_server_process
 from cluster.local.fork_server import ForkServer
 from cluster.local.launch import RankLaunch
-from cluster.local.launcher import Child, SubprocessLauncher
+from cluster.local.launcher import Child, SubprocessLauncher, stdin_bytes
 from cluster.threads import rank_environment
 from worker.config import WorkerConfig
 
@@ -110,6 +110,27 @@ async def test_forked_rank_has_its_own_log_and_session(
     descriptors = open_files(child.pid)
     assert not any("fork-server.log" in each for each in descriptors)
     await child.kill()
+
+
+async def test_forked_rank_reads_a_launch_larger_than_a_pipe(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    launch = replace(HALF, models=(FAKE,) * 100)
+    assert len(stdin_bytes(1, launch)) > 1 << 16
+    child = Child(launch, fork_server, tmp_path / "rank.log")
+    await child.start()
+    assert "rendezvous" in await child.report()
+    await child.kill()
+
+
+async def test_rank_without_a_log_file_leaves_no_descriptor_open(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    await fork_server.load()
+    before = descriptors(os.getpid()).keys()
+    with pytest.raises(FileNotFoundError):
+        await fork_server.start(HALF, tmp_path / "deleted" / "rank.log")
+    assert descriptors(os.getpid()).keys() == before
 
 
 async def test_forked_rank_reports_the_cause_of_its_failure(
