@@ -15,6 +15,7 @@ from everlift.sampling import unsigned_seed
 from everlift.v1 import inference_pb2 as pb
 
 _SECONDS = Range(0.001, MAX_TIMEOUT_S)
+_STRINGS = ("cache_salt", "model", "session_id")
 #: Prompt as a text or as token ids.
 Prompt: TypeAlias = str | Sequence[int]
 
@@ -118,7 +119,7 @@ def submission_message(prompt: Prompt, options: GenerateOptions) -> pb.GenerateR
         raise TypeError(f"generate() has no option {name!r}")
     if isinstance(prompt, bytes):
         raise TypeError("a prompt must be a string or token ids, not bytes")
-    _check_numbers(options)
+    _check_values(options)
     with sendable():
         message = _message_without_prompt(options)
         if isinstance(prompt, str):
@@ -128,7 +129,7 @@ def submission_message(prompt: Prompt, options: GenerateOptions) -> pb.GenerateR
     return message
 
 
-def _check_numbers(options: GenerateOptions) -> None:
+def _check_values(options: GenerateOptions) -> None:
     for name, value in options.items():
         if value is None:
             continue
@@ -139,6 +140,8 @@ def _check_numbers(options: GenerateOptions) -> None:
             check_field(name, value)  # type: ignore[arg-type]
         elif name in ("timeout_s", "ttft_target_s"):
             _SECONDS.check(name, value)  # type: ignore[arg-type]
+        elif name in _STRINGS and not isinstance(value, str):
+            raise InvalidRequest(f"{name} must be a string", field=name)
 
 
 def _message_without_prompt(options: GenerateOptions) -> pb.GenerateRequest:

@@ -569,6 +569,8 @@ async def test_generate_rejects_invalid_arguments() -> None:
         client.generate("x", regex="a", choice=["b"])
     with pytest.raises(OutOfRange):
         client.generate("x", logit_bias={-1: 0.5})
+    with pytest.raises(everlift.InvalidRequest, match="session_id must be a string"):
+        client.generate("x", session_id=5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="max_token"):
         client.generate("x", max_token=1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="not bytes"):

@@ -17,13 +17,17 @@ from cluster.errors import ClusterFailed
 from cluster.llm.completion import Choice, Completion
 from everlift.errors import EmptyPrompt, EngineFailed, EverliftError
 from everlift.messages import FinishReason
+from everlift.options import submission_message
 from everlift.sampling import TokenLogprobs
 
 LOGPROBS = (TokenLogprobs(-0.5, 1, ((7, -0.5),)), TokenLogprobs(-1.25, 2))
 
 
 class FakeLLM:
-    """Model that returns the prompt, or fails with the error that ``errors`` has for it."""
+    """Model that returns the prompt, or fails with the error that ``errors`` has for it.
+
+    Options are checked as by a real model.
+    """
 
     def __init__(self, errors: dict[str, Exception] | None = None) -> None:
         self.asked: list[tuple[Any, dict[str, Any]]] = []
@@ -31,6 +35,7 @@ class FakeLLM:
 
     def submit(self, prompt: Any, **options: Any) -> Future[Completion]:
         self.asked.append((prompt, options))
+        submission_message(prompt, cast("Any", options))
         done: Future[Completion] = Future()
         error = self._errors.get(str(prompt))
         if error is not None and not isinstance(error, EverliftError):
@@ -104,6 +109,8 @@ async def test_seed_follows_from_file_and_line(tmp_path: Path) -> None:
         ({"prompt": "x", "on_disconnect": "cancel"}, "no option 'on_disconnect'"),
         ({"prompt": "x", "logit_bias": {"a": 1}}, "not a token id"),
         ({"prompt": "x", "logit_bias": [1]}, "must be an object"),
+        ({"prompt": "x", "session_id": 5}, "session_id must be a string"),
+        ({"prompt": "x", "cache_salt": ["a"]}, "cache_salt must be a string"),
         ({"prompt": "broken"}, "wrong type: int"),
         ({"prompt": "failing"}, "engine"),
     ],
