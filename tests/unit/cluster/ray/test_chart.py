@@ -823,9 +823,13 @@ def test_chart_workers_stay_on_pods_of_their_model(rendered: dict[str, Rendered]
 
 def test_chart_models_have_disruption_budgets(rendered: dict[str, Rendered]) -> None:
     release = rendered["several models"]
-    for name, label in (("-workers", "worker"), ("-workers-small", "worker-small")):
+    # The first model's two workers have two pods each.
+    for name, label, available in (
+        ("-workers", "worker", 3),
+        ("-workers-small", "worker-small", 1),
+    ):
         budget = release.the("PodDisruptionBudget", name)["spec"]
-        assert budget["minAvailable"] == 1
+        assert budget["minAvailable"] == available
         selector = budget["selector"]["matchLabels"]
         selected = {
             component(each) for each in release.groups if selects(selector, each["template"])
@@ -1567,9 +1571,15 @@ def test_chart_disruption_budgets_and_spread_select_groups(rendered: dict[str, R
         ({"workers": {"min": 4, "max": 4}}, {"routers": 1, "workers": 3}),
         ({"workers": {"min": 2, "max": 8}}, {"routers": 1, "workers": 1}),
         ({"workers": {"min": 0, "max": 8}}, {"routers": 1}),
+        # Of eight pods, one: without it, the other three of its worker are not ready.
+        (
+            {"workers": {"min": 2, "max": 2, "tensorParallel": 8, "nodesPerWorker": 4}},
+            {"routers": 1, "workers": 7},
+        ),
+        ({"workers": {"tensorParallel": 8, "nodesPerWorker": 4}}, {"routers": 1}),
     ],
 )
-def test_chart_single_pod_has_no_disruption_budget(
+def test_chart_disruption_budgets_keep_all_pods_but_one(
     helm: Helm, values: Object, expected: dict[str, int]
 ) -> None:
     found = {
