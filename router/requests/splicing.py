@@ -17,6 +17,8 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import groupby, takewhile
+from operator import eq, itemgetter
 from struct import Struct
 from typing import NamedTuple, Protocol, Self
 
@@ -47,9 +49,28 @@ class Tokenizer(Vocabulary, Protocol):
 
 def boundary_pattern(texts: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern that matches one of ``texts``, the longest one that fits."""
-    longest_first = sorted(texts, key=len, reverse=True)
     # A pattern of no texts must not match everything.
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+    return re.compile(_prefix_tree(texts) or r"(?!)")
+
+
+def _prefix_tree(texts: Iterable[str]) -> str:
+    """Return a regular expression that matches the longest of ``texts`` that fits.
+
+    The expression is empty if no text has a character. It has an alternative for each first
+    character, followed by the expression of the rests of the texts with this character.
+    """
+    # An alternative for each text would all be tried at every place where their common beginning
+    # occurs: a vocabulary may have 1000 special tokens that begin alike.
+    branches = []
+    for _, group in groupby(sorted(filter(None, texts)), key=itemgetter(0)):
+        members = [*group]
+        # All members share what the first and the last one in their order share.
+        length = sum(1 for _ in takewhile(bool, map(eq, members[0], members[-1])))
+        rests = {text[length:] for text in members}
+        rest = _prefix_tree(rests)
+        end = "?" if "" in rests and rest else ""
+        branches.append(f"{re.escape(members[0][:length])}{rest}{end}")
+    return f"(?:{'|'.join(branches)})" if branches else ""
 
 
 class Prefix(NamedTuple):

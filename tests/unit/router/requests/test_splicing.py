@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import re
 from array import array
 from collections.abc import Sequence
 
 import pytest
 
 from everlift.hashes import chunk_hashes
-from router.requests.splicing import PromptMark, Turn, TurnOutput, splice
+from router.requests.splicing import PromptMark, Turn, TurnOutput, boundary_pattern, splice
 from tests.support.worker.vocabularies import BYTE_LEVEL, byte_ids
 
 ASK, ANSWER = "<s>user\n", "<s>assistant\n"
@@ -241,3 +243,38 @@ def test_splice_encodes_as_much_in_every_turn_of_a_session() -> None:
         outputs = [TurnOutput(array("I", COUNT), "count")]
         turns.append(Turn(f"r{number}", mark, array("I", ids), outputs))
         text += f"count</s>{ASK}on{ANSWER}"
+
+
+def test_boundary_pattern_matches_the_longest_text() -> None:
+    rng = random.Random(1)
+
+    def draw(least: int, most: int) -> str:
+        return "".join(rng.choices("ab<|.\n", k=rng.randint(least, most)))
+
+    for _ in range(300):
+        texts = [draw(1, 5) for _ in range(rng.randint(1, 12))]
+        pattern = boundary_pattern(texts)
+        flat = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
+        text = draw(100, 100)
+        assert [it.span() for it in pattern.finditer(text)] == [
+            it.span() for it in flat.finditer(text)
+        ]
+
+
+def test_boundary_pattern_of_no_texts_matches_nothing() -> None:
+    assert boundary_pattern(()).search("a") is None
+
+
+def test_boundary_pattern_has_few_alternatives_at_each_place() -> None:
+    # Each alternative of a group costs time at every character of a prompt that begins like a
+    # special token; no other thread can run meanwhile.
+    counts, most = list[int](), 0
+    pattern = boundary_pattern(f"<SPECIAL_{number}>" for number in range(1000)).pattern
+    for char in f"({pattern})":
+        if char == "(":
+            counts.append(1)
+        elif char == "|":
+            counts[-1] += 1
+        elif char == ")":
+            most = max(most, counts.pop())
+    assert most <= len("0123456789>")
