@@ -59,8 +59,9 @@ class LedgerConfig:
     retention: Positive = 3600.0
     #: longest duration of a call in seconds, including its retries
     timeout: Positive = 3.0
-    #: maximum number of connections of a process for calls to a Redis Cluster and for calls that
-    #: wait for a replica; further ones wait for a free connection. Other calls share one connection
+    #: maximum number of connections of a process for calls that wait for a replica, and as many for
+    #: other calls to a Redis Cluster and for heartbeats; further ones wait for a free connection.
+    #: Other calls share one connection
     max_connections: Count = 32
     #: memory limit of the embedded server; at the limit it refuses writes
     maxmemory_mib: Count = 1024

@@ -55,12 +55,14 @@ class Command:
 
 
 class Connections(Protocol):
-    async def send(self, commands: Sequence[Command]) -> list[Any]:
+    async def send(self, commands: Sequence[Command], *, settles: bool = False) -> list[Any]:
         """Send commands and return their answers, in order.
 
         An error reply is an exception in the list. The commands for one server are sent together,
-        over one connection, in their order. Raises RedisError or RedisClusterException when a
-        server cannot be reached; the commands may then have run or not.
+        over one connection, in their order. ``settles`` must be set if the commands make a server
+        wait, for example for a replica as WAIT does; other calls then never wait for this one.
+        Raises RedisError or RedisClusterException when a server cannot be reached; the commands may
+        then have run or not.
         """
         ...
 
@@ -102,14 +104,29 @@ def connections(config: LedgerConfig) -> Connections:
     return _OneServer(Redis.from_pool(_pool(address, config)), config)
 
 
+class _Slots:
+    """Limits of concurrent calls, so that connections are limited.
+
+    Calls that wait for a replica have their own limit: while no replica answers, heartbeats would
+    otherwise wait for them, and the router would lose its lease.
+    """
+
+    def __init__(self, config: LedgerConfig) -> None:
+        self._settling = asyncio.Semaphore(config.max_connections)
+        self._others = asyncio.Semaphore(config.max_connections)
+
+    def of(self, *, settles: bool) -> asyncio.Semaphore:
+        return self._settling if settles else self._others
+
+
 class _OneServer:
     def __init__(self, client: Redis, config: LedgerConfig) -> None:
         self._client = client
         self._channel = Channel(client.connection_pool.make_connection, _timeout_s(config))
-        self._slots = asyncio.Semaphore(config.max_connections)
+        self._slots = _Slots(config)
 
-    async def send(self, commands: Sequence[Command]) -> list[Any]:
-        async with self._slots:
+    async def send(self, commands: Sequence[Command], *, settles: bool = False) -> list[Any]:
+        async with self._slots.of(settles=settles):
             pipeline = self._client.pipeline(transaction=False)
             for command in commands:
                 pipeline.execute_command(*command.arguments)
@@ -198,7 +215,7 @@ class _Cluster:
         self._settings = _settings(address, config)
         self._tls = self._settings.pop("tls", None)
         self._client = self._make_client()
-        self._slots = asyncio.Semaphore(config.max_connections)
+        self._slots = _Slots(config)
 
     def _make_client(self) -> RedisCluster:
         client = RedisCluster(
@@ -212,9 +229,9 @@ class _Cluster:
             _use_tls(client, self._tls)
         return client
 
-    async def send(self, commands: Sequence[Command]) -> list[Any]:
+    async def send(self, commands: Sequence[Command], *, settles: bool = False) -> list[Any]:
         # Each call uses one connection per server.
-        async with self._slots:
+        async with self._slots.of(settles=settles):
             client = await self._client.initialize()
             pipeline = client.pipeline()
             for command in commands:

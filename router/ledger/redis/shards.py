@@ -255,8 +255,13 @@ class Shards:
         all_commands = [*commands, *more, *settling]
         # Waits for a replica, and commands that are no scripts, must not delay a shared channel.
         is_alone = bool(settling or more) or any(call.is_hedged for call in calls)
-        send = self._connections.send if is_alone else self._connections.call
-        answers = await send(all_commands)
+
+        async def send() -> list[Any]:
+            if is_alone:
+                return await self._connections.send(all_commands, settles=bool(settling))
+            return await self._connections.call(all_commands)
+
+        answers = await send()
         missing = [
             call
             for call, answer in zip(calls, answers, strict=False)
@@ -264,7 +269,7 @@ class Shards:
         ]
         if missing:
             await self._load(missing)
-            answers = await send(all_commands)
+            answers = await send()
         num_answers = len(commands) + len(more)
         _raise_first(answers[: len(commands)])
         _raise_first(
