@@ -300,6 +300,8 @@ def test_placement_chooses_best_individually_eligible_worker(data: st.DataObject
             avoid=data.draw(st.sampled_from(["", "a"])),
             choices=data.draw(st.integers(1, 3)),
         )._replace(is_suspect=data.draw(st.booleans()))
+        others = [it for it in workers if it != asked.avoid]
+        allowed = others if any(placement.workers[it].is_open for it in others) else workers
         ready = [
             (
                 asked.is_suspect and not view.is_decode_only,
@@ -307,8 +309,8 @@ def test_placement_chooses_best_individually_eligible_worker(data: st.DataObject
                 view.committed_tokens,
                 it,
             )
-            for it in workers
-            if it != asked.avoid and alone[it].choose(asked) is not None
+            for it in allowed
+            if alone[it].choose(asked) is not None
             if (view := placement.workers[it])
         ]
         assert choose(placement, asked) == (min(ready)[-1] if ready else None)
