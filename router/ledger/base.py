@@ -258,9 +258,9 @@ class Ledger(Protocol):
         """Store new tokens and log probabilities; return one result for each item of ``appends``.
 
         An item that ends the last unfinished choice of its request moves the request from RUNNING
-        to FINISHED. All items take one round trip. Tokens that are already stored are skipped. A
-        refused item changes nothing and does not affect the others; its result says why it was
-        refused.
+        to FINISHED. All items take one round trip. Tokens that are already stored are skipped. The
+        prompt stays as it was opened even if an item replaces the request. A refused item changes
+        nothing and does not affect the others; its result says why it was refused.
         """
         ...
 
@@ -343,9 +343,10 @@ class Ledger(Protocol):
         ``stored`` is the copy: the request, its entry, and every choice from offset 0. A missing
         request is created, and missing tokens and ends of choices are added. State, owner, arrival
         and deadline are taken from the copy if it counts more state changes (``moves``) than the
-        ledger's entry. If all choices have then ended, the request becomes FINISHED. Nothing
-        changes if the request is final in the ledger, if it was erased in the last ``retention``
-        seconds, or in the other cases that Reasserted lists.
+        ledger's entry. Versions of model and adapter are taken from the copy if both arrived at the
+        same time. If all choices have then ended, the request becomes FINISHED. Nothing changes if
+        the request is final in the ledger, if it was erased in the last ``retention`` seconds, or
+        in the other cases that Reasserted lists.
 
         Returns the result, and the ledger's entry after it; if the request was erased, the copy's
         entry. Raises ValueError for an inconsistent ``stored``.

@@ -237,6 +237,9 @@ class Append:
     tally: Tally | None = None
     #: only with a finish reason: where the request's time went so far; empty keeps the stored one
     explanation: bytes = b""
+    #: the request with other versions of its model and adapter, which replaces the stored one; None
+    #: keeps the stored one
+    request: Request | None = None
 
     def __post_init__(self) -> None:
         if self.logprobs and len(self.logprobs) != len(self.tokens):

@@ -447,7 +447,8 @@ class Requests:
         if live is not None and live.phase is Phase.WAITING:
             try:
                 model = self._models.of(live.request)
-                live.request = model.with_fingerprint(live.request, has_output=live.num_tokens > 0)
+                has_output = live.num_tokens > 0
+                live.use_versions(model.with_fingerprint(live.request, has_output=has_output))
                 if not live.num_tokens:
                     model.check_worker(live.request, message.worker_id)
             except (UnknownModel, ContextLengthExceeded) as error:

@@ -330,6 +330,8 @@ class LiveRequest:
         self.expected_cached_tokens = 0
         #: hashes of the chunks of known tokens, as far as they were computed
         self._chunk_hashes = list(request.chunk_hashes)
+        #: whether the ledger has the request with its present versions of model and adapter
+        self._is_request_stored = True
         self.losses = Losses()
         #: whether the worker reports the first step of this attempt before it runs that step, and
         #: waits until this router has confirmed the report
@@ -499,6 +501,22 @@ class LiveRequest:
     def age_s(self, now: float) -> float:
         """Return the seconds since the client's call that submitted the request."""
         return self._times.age_s(now)
+
+    def use_versions(self, request: Request) -> None:
+        """Replace the request by ``request``, which has other versions of its model and adapter.
+
+        Appends carry the new request until ``mark_request_stored`` is called. Do nothing if the
+        requests are equal.
+        """
+        if request == self.request:
+            return
+        if request.salt != self.request.salt:
+            self._chunk_hashes = list(request.chunk_hashes)
+        self.request, self._is_request_stored = request, False
+
+    def mark_request_stored(self, request: Request) -> None:
+        """Record that the ledger has stored ``request``, which an append carried."""
+        self._is_request_stored = self._is_request_stored or request is self.request
 
     # events
 
@@ -770,6 +788,7 @@ class LiveRequest:
             prompt_logprobs=self._prompt_logprobs(choice, offset) if self.has_logprobs else (),
             tally=self.tally if has_tally else None,
             explanation=self._last_explanation if choice.finish_reason else b"",
+            request=None if self._is_request_stored else self.request,
         )
 
     @property

@@ -137,6 +137,7 @@ def _joined(earlier: Append, later: Append) -> Append:
         finish_reason=later.finish_reason or earlier.finish_reason,
         tally=later.tally or earlier.tally,
         explanation=later.explanation or earlier.explanation,
+        request=later.request or earlier.request,
     )
 
 
@@ -240,6 +241,8 @@ class TokenWriter:
             self._on_difference(live)
 
     def _on_stored(self, live: LiveRequest, append: Append, answered_at: float) -> None:
+        if append.request is not None:
+            live.mark_request_stored(append.request)
         choice = live.choices[append.choice]
         self._mark(live, choice, append.offset + len(append.tokens), answered_at)
         if not append.finish_reason:

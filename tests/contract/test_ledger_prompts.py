@@ -53,6 +53,43 @@ async def references(ledger: Ledger) -> list[int]:
     return sorted((await chunk_references(ledger)).values())
 
 
+def other_version(its: Request) -> Request:
+    salt = b"\x01other"
+    hashes = tuple(chunk_hashes(its.prompt_ids, salt))
+    return replace(its, fingerprint="beef", adapter_digest="v2", salt=salt, chunk_hashes=hashes)
+
+
+async def test_append_replaces_the_request_but_not_its_prompt(ledger: Ledger) -> None:
+    lose_answers(ledger)
+    its = request(images=(Image(b"i" * 32, b"file"),))
+    await ledger.open(its, "gateway", timeout_s=60.0)
+    before = (await ledger.read(its.request_id)).request
+    await ledger.lead("router", "127.0.0.1:1", TERM, AGES_S)
+    await ledger.dispatch(its.request_id, "worker", EPOCH, TERM)
+    kept = await references(ledger)
+    item = Append(its.request_id, EPOCH, 0, (1, 2), request=other_version(its))
+    refused = [replace(item, epoch=EPOCH + 1), replace(item, offset=1)]
+    assert await ledger.append(refused) == [Appended.FENCED, Appended.GAP]
+    assert (await ledger.read(its.request_id)).request == before
+    later = Append(its.request_id, EPOCH, 2, (3,))
+    assert await ledger.append([item, later]) == [Appended.OK] * 2
+    stored = await ledger.take_over(its.request_id, "heir", "gateway")
+    assert stored.request == replace(other_version(its), deadline=before.deadline)
+    assert stored.choices[0].tokens == (1, 2, 3)
+    assert await references(ledger) == kept
+    await ledger.discard(its.request_id, "heir")
+    assert await references(ledger) == []
+
+
+async def test_reassert_replaces_the_request_but_not_its_prompt(ledger: Ledger) -> None:
+    its = request()
+    await ledger.open(its, "gateway")
+    stored = await ledger.read(its.request_id)
+    copy = replace(stored, request=other_version(stored.request))
+    assert (await ledger.reassert(copy))[0] is Reasserted.OK
+    assert (await ledger.read(its.request_id)).request == copy.request
+
+
 @pytest.mark.parametrize("num_tokens", [1, 255, 256, 257, 511, 512, 513, 1024])
 async def test_prompt_of_any_length_is_read_whole(ledger: Ledger, num_tokens: int) -> None:
     tokens = tuple(2**32 - 1 - number for number in range(num_tokens))

@@ -160,8 +160,17 @@ class Record:
         if answer is Appended.OK:
             self.prompt_logprobs = self.prompt_logprobs or item.prompt_logprobs
             self.update(tally=item.tally or self.entry.tally)
+            self._replace_request(item.request or self.request)
             self.explain(item.explanation if item.finish_reason else b"")
         return answer
+
+    def _replace_request(self, request: Request) -> None:
+        """Replace the request by one with other versions of model and adapter."""
+        # The prompt is stored under names that depend on the salt with which it was opened.
+        its = self.request
+        self.request = replace(
+            request, prompt_ids=its.prompt_ids, images=its.images, deadline=its.deadline
+        )
 
     def is_of(self, explained: Explained) -> bool:
         """Return whether ``explained`` refers to this request, and the request is final."""
@@ -205,6 +214,9 @@ class Record:
         becomes FINISHED.
         """
         before = self.entry.moves
+        # Another arrival is that of another request, whose prompt may have other tokens.
+        if copy.entry.arrived == self.entry.arrived:
+            self._replace_request(copy.request)
         if copy.entry.moves > before:
             self.entry = copy.entry
             self.request = replace(self.request, deadline=copy.request.deadline)

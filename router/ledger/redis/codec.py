@@ -155,7 +155,7 @@ def appends(items: Sequence[Append]) -> bytes:
 def _append_fields(item: Append) -> Sequence[str | int | bytes]:
     tokens = pack_tokens(item.tokens)
     scores = item.logprobs or item.prompt_logprobs
-    if not (item.choice or item.finish_reason or scores or item.tally):
+    if not (item.choice or item.finish_reason or scores or item.tally or item.request):
         return (item.request_id, str(item.epoch), item.offset, tokens, "")
     letter = _LETTERS[item.finish_reason] if item.finish_reason else ""
     return (
@@ -170,6 +170,7 @@ def _append_fields(item: Append) -> Sequence[str | int | bytes]:
         pack_logprobs(item.prompt_logprobs),
         tally_text(item.tally) if item.tally else "",
         item.explanation if letter else "",
+        pack_rest(item.request) if item.request else "",
     )
 
 

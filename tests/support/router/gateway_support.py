@@ -18,6 +18,7 @@ from router.auth.limits import Limits
 from router.auth.quotas import unlimited
 from router.config import RouterConfig
 from router.event_loop import now
+from router.leader.adapter_catalogue import AdapterEntry
 from router.leader.leader import Arriving, Reservation, dispatched
 from router.ledger.entry import Dispatch, Entry, State
 from router.ledger.memory.memory import MemoryLedger
@@ -161,9 +162,24 @@ class Gateway:
         )
         self.epochs = iter(range(100, 1000))
 
+    def serve(self, fingerprint: str, adapter_digest: str) -> None:
+        """Serve this version of the model, and the adapter "sql" that operators have loaded."""
+        worker = session_pb2.WorkerInfo(
+            worker_id="w",
+            model="fake",
+            fingerprint=fingerprint,
+            max_model_len=4096,
+            num_blocks=1000,
+            adapter_slots=4,
+        )
+        self.models.update_limits([worker])
+        entry = AdapterEntry("fake", f"sql=/adapters/{adapter_digest}", adapter_digest)
+        self.models.set_catalogue({"sql": entry})
+
     async def submit(self, timeout_s: float | None = None, **fields: object) -> LiveRequest:
         message = pb.GenerateRequest(**{"text": "hi", "request_id": "r", "max_tokens": 8} | fields)
-        submission = Submission.from_proto(message, message.request_id, seed=1)
+        digests = self.model.adapter_digests
+        submission = Submission.from_proto(message, message.request_id, seed=1, adapters=digests)
         return await self.requests.submit(self.model.resolve(submission), timeout_s)
 
     async def dispatch(

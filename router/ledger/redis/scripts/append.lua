@@ -3,8 +3,9 @@
 -- ARGV: retention_ms, and all items as one MessagePack array, because each separate argument would
 --       cost the client as much time as a token. An item is id, epoch, offset, tokens, and then ''
 --       if the tokens are of choice 0 and the item has nothing else. Otherwise 'more' follows, and:
---       choice, letter of its end or '', logprobs, prompt_logprobs, tally or '', and the
---       explanation that is sent with an end, or ''. All of these but the offset are text.
+--       choice, letter of its end or '', logprobs, prompt_logprobs, tally or '', the explanation
+--       that is sent with an end, or '', and the request that replaces the stored one, or ''. All of
+--       these but the offset are text.
 
 local retention_ms = ARGV[1]
 
@@ -39,7 +40,7 @@ local function end_choice(id, epoch, choice, letter, finishes, tally)
 end
 
 -- `choice` is text, because keys need text and converting numbers to text is costly.
-local function append(id, epoch, offset, tokens, choice, letter, logprobs, prompt_logprobs, tally, explanation)
+local function append(id, epoch, offset, tokens, choice, letter, logprobs, prompt_logprobs, tally, explanation, request)
     local known = redis.call('HMGET', request_key(id), 'state', 'epoch', 'max_tokens', 'finishes')
     local state, its_epoch, max_tokens, finishes = unpack(known)
     if not state or choice ~= '0' and tonumber(choice) >= #finishes then
@@ -56,6 +57,7 @@ local function append(id, epoch, offset, tokens, choice, letter, logprobs, promp
     end
     local answer = store(id, choice, offset * 4, tokens, logprobs, max_tokens * 4)
     if answer ~= 'ok' then return answer end
+    if request ~= '' then redis.call('HSET', request_key(id), 'request', request) end
     if prompt_logprobs ~= '' then store_prompt_once(id, prompt_logprobs) end
     if letter == '' and tally ~= '' then redis.call('HSET', request_key(id), 'tally', tally) end
     if letter == '' then return 'ok' end
@@ -70,11 +72,11 @@ while i <= last do
     local id, epoch, offset, tokens = items[i], items[i + 1], items[i + 2], items[i + 3]
     local answer
     if items[i + 4] == '' then
-        answer = append(id, epoch, offset, tokens, '0', '', '', '', '', '')
+        answer = append(id, epoch, offset, tokens, '0', '', '', '', '', '', '')
         i = i + 5
     else
-        answer = append(id, epoch, offset, tokens, unpack(items, i + 5, i + 10))
-        i = i + 11
+        answer = append(id, epoch, offset, tokens, unpack(items, i + 5, i + 11))
+        i = i + 12
     end
     number = number + 1
     if answer ~= 'ok' then

@@ -37,9 +37,10 @@
 --                                    in COUNT digits; hash of the chunk before it, or NO_CHUNK; its
 --                                    tokens, as in t. Requests of which it is the last chunk refer
 --                                    to it, and so do chunks that follow it. It is deleted with its
---                                    last reference. A hash depends on the salt, on the chunk's
---                                    tokens and on all tokens before it. An image is stored like
---                                    the only chunk of a prompt, with the file instead of tokens.
+--                                    last reference. A hash depends on the salt at the opening of the
+--                                    request, on the chunk's tokens and on all tokens before it. An
+--                                    image is stored like the only chunk of a prompt, with the file
+--                                    instead of tokens.
 --   owned:<gateway>          SET     unfinished requests of a gateway
 --   owners                   SET     gateways that own unfinished requests
 --   arrivals                 ZSET    requests, by arrival (µs); listings read it

@@ -81,6 +81,10 @@ local function complete(gateway, was_noted)
 end
 
 local function learn(state, gateway, moves, finishes)
+    -- Another arrival is that of another request, whose prompt may have other tokens.
+    if redis.call('HGET', request_key(id), 'arrived') == told.arrived then
+        redis.call('HSET', request_key(id), 'request', request)
+    end
     local knows_more = tonumber(told.moves) > moves
     if knows_more then
         follow(gateway)

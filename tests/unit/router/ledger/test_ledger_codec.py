@@ -74,11 +74,12 @@ def test_append_answers_list_failures_by_index() -> None:
         {"logprobs": scored(-1.0)},
         {"prompt_logprobs": scored(-1.0)},
         {"tally": Tally()},
+        {"request": make_request()},
     ],
 )
-def test_append_with_optional_data_has_eleven_fields(more: dict[str, object]) -> None:
+def test_append_with_optional_data_has_twelve_fields(more: dict[str, object]) -> None:
     fields = fields_of(Append("r", 7, 3, (1,), **more))  # type: ignore[arg-type]
-    assert (len(fields), fields[4]) == (11, b"more")
+    assert (len(fields), fields[4]) == (12, b"more")
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,16 @@ async def test_start_leaves_out_the_expected_chunks(gateway: Gateway, chunks: in
     assert start.expected_cached_tokens == chunks * CHUNK_SIZE
 
 
+async def test_omitted_prefix_has_the_salt_of_the_new_adapter(gateway: Gateway) -> None:
+    gateway.serve("f", "old")
+    live = await submit(gateway, model="sql")
+    before = live.request.salt
+    gateway.serve("f", "new")
+    (start,) = await dispatch(gateway, 2 * CHUNK_SIZE)
+    assert start.salt != before
+    assert start.omitted_prefix.hash == chunk_hashes(PROMPT, start.salt)[1]
+
+
 async def test_start_is_whole_unless_a_prefix_is_expected(gateway: Gateway) -> None:
     await submit(gateway)
     (start,) = await dispatch(gateway, 0)
