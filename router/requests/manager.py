@@ -269,7 +269,9 @@ class Requests:
                 pass
         if (live := self._registry.get(request_id)) is not None:
             ending = self._tasks.spawn(self._cancel_live(live, error))
-            if (entry := await asyncio.shield(ending)) is not None:
+            entry = await asyncio.shield(ending)
+            # The entry is not final if another router took the request over while this one stalled.
+            if entry is not None and entry.state.is_final:
                 return entry
         if (ended := self._recent.get(request_id)) is not None:
             await self._resync.resend_end(ended)
