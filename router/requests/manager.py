@@ -143,7 +143,7 @@ class Requests:
             self._early_rejection,
             self._estimated_waits,
             self._takeover.attach,
-            self.schedule_adoption,
+            self._takeover.schedule_takeover_of_unanswered,
         )
 
         self._opening: set[asyncio.Task[LiveRequest]] = set()

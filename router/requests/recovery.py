@@ -11,6 +11,7 @@ from typing import Any
 from everlift import logs
 from everlift.errors import Cancelled, Moved, RouterStopping, UnknownModel, UnknownRequest
 from everlift.messages import Request
+from everlift.request_id import is_named
 from everlift.text import Tokenizer
 from router.event_loop import now
 from router.ledger.entry import State, Stored, StoredChoice
@@ -183,6 +184,19 @@ class Takeover:
     def schedule_takeover(self, request_id: str) -> None:
         """Take over a request in the background, if the ledger has it and its router is gone."""
         self._tasks.spawn(self._take_over_if_known(request_id))
+
+    def schedule_takeover_of_unanswered(self, request_id: str) -> None:
+        """Take over, in the background, a request whose submission failed, if the ledger has it.
+
+        No client reads the request, so it is treated as if its last reader had left. A client can
+        submit it again only under an id of its own, so only then a grace period is possible.
+        """
+        self._tasks.spawn(self._take_over_unanswered(request_id))
+
+    async def _take_over_unanswered(self, request_id: str) -> None:
+        with suppress(UnknownRequest):
+            live = await self.take_over(request_id)
+            self._timeouts.on_reader_left(live, has_grace=is_named(request_id))
 
     async def _take_over_if_known(self, request_id: str) -> None:
         with suppress(UnknownRequest):

@@ -50,7 +50,8 @@ class Submissions:
     Both callbacks are called with a request id. ``attach`` is called if the ledger already has the
     id, and returns the existing request. ``take_over`` is called if the ledger may have stored the
     request although the ledger's answer is missing. The callback starts a takeover in the
-    background, unless another living router owns the request.
+    background, unless another living router owns the request. It cancels the request at once, or
+    after the grace period, unless a client attaches or its on_disconnect is CONTINUE.
     """
 
     def __init__(
