@@ -38,12 +38,10 @@ _ANSWERS_PER_TURN = 64
 _LATE_S = 0.3
 
 
-class LedgerAppender:
-    """Sends appends (writes of output tokens) to the ledger in batches.
+class _Batches:
+    """Appends to the ledger that are sent in batches, one batch at a time.
 
-    ``on_answers`` is called with the ledger's answers to the appends. While the ledger does not
-    answer, ``on_away`` is called repeatedly for every pending append. A batch gathers appends for
-    ``gather_s`` seconds, or until one of them ends its choice.
+    ``on_answers`` and ``on_away`` are those of LedgerAppender.
     """
 
     def __init__(
@@ -51,55 +49,53 @@ class LedgerAppender:
         ledger: Ledger,
         on_answers: Callable[[Sequence[Answered]], None],
         on_away: Callable[[LiveRequest, Append], None],
-        gather_s: float = 0.0,
     ) -> None:
         self._ledger = ledger
         self._on_answers = on_answers
         self._on_away = on_away
-        self._gather_s = gather_s
         self._pending: dict[_Key, Append] = {}
         self._more = asyncio.Event()
-        self._has_end = asyncio.Event()
 
     def add(self, live: LiveRequest, append: Append) -> None:
-        """Queue an append for the next batch.
-
-        The append may overlap a pending append of the same choice and epoch, but must not leave a
-        gap after it.
-        """
+        """Queue an append for the next batch, as ``LedgerAppender.add`` does."""
         key = (live, append.choice, append.epoch)
         earlier = self._pending.get(key)
         self._pending[key] = append if earlier is None else _joined(earlier, append)
-        if append.finish_reason:
-            self._has_end.set()
         self._more.set()
 
-    async def run(self) -> None:
-        while True:
-            await self._more.wait()
-            await self._gather()
-            batch, self._pending = self._pending, {}
-            try:
-                answers = await self._append(batch)
-            except LedgerUnavailable as error:
-                log.warning("ledger unavailable", cause=str(error), appends=len(batch))
-                self._requeue(batch)
-                await asyncio.sleep(_RETRY_S)
-                continue
-            pairs = zip(batch.items(), answers, strict=True)
-            answered = [(live, append, answer) for ((live, *_), append), answer in pairs]
-            for first in range(0, len(answered), _ANSWERS_PER_TURN):
-                if first:
-                    await asyncio.sleep(0)
-                self._on_answers(answered[first : first + _ANSWERS_PER_TURN])
+    def take_ends(self) -> list[tuple[LiveRequest, Append]]:
+        """Remove the pending appends that end their choices, and return them in order."""
+        ends = {key: append for key, append in self._pending.items() if append.finish_reason}
+        for key in ends:
+            del self._pending[key]
+        return [(live, append) for (live, *_), append in ends.items()]
 
-    async def _gather(self) -> None:
-        if self._gather_s:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._gather_s):
-                    await self._has_end.wait()
+    async def wait(self) -> None:
+        """Wait until an append is pending."""
+        await self._more.wait()
+
+    async def send(self) -> None:
+        """Send all pending appends to the ledger, and report its answers.
+
+        If the ledger is unavailable, the appends are pending again after a pause.
+        """
+        batch, self._pending = self._pending, {}
         self._more.clear()
-        self._has_end.clear()
+        if not batch:
+            return
+        try:
+            answers = await self._append(batch)
+        except LedgerUnavailable as error:
+            log.warning("ledger unavailable", cause=str(error), appends=len(batch))
+            self._requeue(batch)
+            await asyncio.sleep(_RETRY_S)
+            return
+        pairs = zip(batch.items(), answers, strict=True)
+        answered = [(live, append, answer) for ((live, *_), append), answer in pairs]
+        for first in range(0, len(answered), _ANSWERS_PER_TURN):
+            if first:
+                await asyncio.sleep(0)
+            self._on_answers(answered[first : first + _ANSWERS_PER_TURN])
 
     async def _append(self, batch: dict[_Key, Append]) -> list[Appended]:
         """Send a batch to the ledger and return its answers; call ``on_away`` while they are late.
@@ -123,6 +119,66 @@ class LedgerAppender:
         for (live, *_), append in self._pending.items():
             self._on_away(live, append)
         self._more.set()
+
+
+class LedgerAppender:
+    """Sends appends (writes of output tokens) to the ledger in batches.
+
+    ``on_answers`` is called with the ledger's answers to the appends. While the ledger does not
+    answer, ``on_away`` is called repeatedly for every pending append. A batch gathers appends for
+    ``gather_s`` seconds, or until one of them ends its choice. Appends that end their choices are
+    sent in batches of their own, because they may wait for a replica; the other appends do not wait
+    for them.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        on_answers: Callable[[Sequence[Answered]], None],
+        on_away: Callable[[LiveRequest, Append], None],
+        gather_s: float = 0.0,
+    ) -> None:
+        self._tokens = _Batches(ledger, on_answers, on_away)
+        self._ends = _Batches(ledger, on_answers, on_away)
+        self._gather_s = gather_s
+        self._has_end = asyncio.Event()
+
+    def add(self, live: LiveRequest, append: Append) -> None:
+        """Queue an append for the next batch.
+
+        The append may overlap a pending append of the same choice and epoch, but must not leave a
+        gap after it.
+        """
+        self._tokens.add(live, append)
+        if append.finish_reason:
+            self._has_end.set()
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._send_tokens())
+            tasks.create_task(self._send_ends())
+
+    async def _send_tokens(self) -> None:
+        while True:
+            await self._tokens.wait()
+            await self._gather()
+            # No batch of tokens is on its way now. The ledger therefore has all tokens before an
+            # end, except those that are joined with the end.
+            for live, append in self._tokens.take_ends():
+                self._ends.add(live, append)
+            await self._tokens.send()
+
+    async def _send_ends(self) -> None:
+        while True:
+            await self._ends.wait()
+            await self._ends.send()
+
+    async def _gather(self) -> None:
+        if self._gather_s:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._gather_s):
+                    await self._has_end.wait()
+        self._has_end.clear()
 
 
 def _joined(earlier: Append, later: Append) -> Append:
@@ -165,7 +221,8 @@ class TokenWriter:
         self._on_failure = on_failure
         self._is_write_behind = config.durability == "behind"
         self._max_unledgered_s = config.unledgered if config.on_ledger_loss == "available" else 0.0
-        self._away_since: float | None = None
+        #: time since which the ledger does not answer appends, by whether they end a choice
+        self._away_since: dict[bool, float] = {}
         self._appender = LedgerAppender(
             ledger, self._on_answers, self._on_away, _GATHER_S if self._is_write_behind else 0.0
         )
@@ -177,7 +234,7 @@ class TokenWriter:
     @property
     def is_away(self) -> bool:
         """Return whether the ledger does not answer appends."""
-        return self._away_since is not None
+        return bool(self._away_since)
 
     def write(self, live: LiveRequest, choice: Choice, offset: int) -> None:
         """Queue the output of a choice from token ``offset`` on for the next write to the ledger.
@@ -187,11 +244,13 @@ class TokenWriter:
         ``on_ledger_loss`` makes them readable when the ledger's answer is late or a write fails.
 
         The ledger counts as away from the first late answer or failed write until its next answer.
-        Neither case applies once the ledger has been away for ``RouterConfig.unledgered`` seconds,
-        or as soon as it is away if ``on_ledger_loss`` is "strict".
+        For appends that end a choice, only answers to such appends count. Neither case applies once
+        the ledger has been away for ``RouterConfig.unledgered`` seconds, or as soon as it is away
+        if ``on_ledger_loss`` is "strict".
         """
-        self._appender.add(live, live.append(choice, offset))
-        if self._is_write_behind and self._may_deliver_unledgered():
+        append = live.append(choice, offset)
+        self._appender.add(live, append)
+        if self._is_write_behind and self._may_deliver_unledgered(append):
             live.make_all_readable(choice, now())
 
     def write_unstored(self, live: LiveRequest) -> None:
@@ -222,10 +281,19 @@ class TokenWriter:
     # the ledger's answers, or their absence
 
     def _on_answers(self, answered: Sequence[Answered]) -> None:
-        self._away_since, answered_at = None, now()
+        answered_at = now()
         for live, append, answer in answered:
+            self._note_answer(append)
             if self._registry.has(live):
                 self._on_answer(live, append, answer, answered_at)
+
+    def _note_answer(self, append: Append) -> None:
+        # A ledger that stores ends stores all appends. The opposite is not true, because only ends
+        # may wait for a replica.
+        if _ends_choice(append):
+            self._away_since.clear()
+        else:
+            self._away_since.pop(False, None)
 
     def _on_answer(
         self, live: LiveRequest, append: Append, answer: Appended, answered_at: float
@@ -262,14 +330,18 @@ class TokenWriter:
         log.info("finished", **live.log_fields, tokens=live.num_tokens)
 
     def _on_away(self, live: LiveRequest, append: Append) -> None:
-        if self._away_since is None:
-            self._away_since = now()
-        if self._registry.has(live) and self._may_deliver_unledgered():
+        self._away_since.setdefault(_ends_choice(append), now())
+        if self._registry.has(live) and self._may_deliver_unledgered(append):
             live.make_all_readable(live.choices[append.choice], now())
 
-    def _may_deliver_unledgered(self) -> bool:
-        """Return whether clients may read output that the ledger does not have yet."""
-        return self._away_since is None or now() - self._away_since < self._max_unledgered_s
+    def _may_deliver_unledgered(self, append: Append) -> bool:
+        """Return whether clients may read the append's tokens before the ledger has them."""
+        since = self._away_since.get(_ends_choice(append))
+        return since is None or now() - since < self._max_unledgered_s
+
+
+def _ends_choice(append: Append) -> bool:
+    return append.finish_reason is not None
 
 
 def _finished_entry(live: LiveRequest) -> Entry:

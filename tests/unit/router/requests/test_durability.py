@@ -14,6 +14,7 @@ from everlift.v1 import session_pb2
 from router.ledger.base import Membership
 from router.ledger.entry import Append, Appended
 from router.ledger.memory.memory import MemoryLedger
+from router.requests import token_writer
 from router.requests.request import LiveRequest
 from tests.support.router.gateway_support import (
     CONFIG,
@@ -128,6 +129,55 @@ async def test_behind_gathers_tokens_into_one_append(
     behind.make(epoch, 8, "c", EOS)
     await until(lambda: live.is_over)
     assert [bytes(append.tokens) for call in ledger.calls for append in call] == [b"abbbbbbbc"]
+
+
+class WithoutReplica(SlowLedger):
+    """Stores appends at once, but those with an end only when it is let."""
+
+    async def append(self, appends: Sequence[Append]) -> list[Appended]:
+        if not any(append.finish_reason for append in appends):
+            return await MemoryLedger.append(self, appends)
+        return await super().append(appends)
+
+
+async def test_tokens_do_not_await_the_ends_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_writer, "_LATE_S", 0.03)
+    ledger = await gateway_ledger(WithoutReplica())
+    config = replace(CONFIG, unledgered=0.0)
+    async with started_gateway(ledger, config) as gateway:
+        live, epoch = await begin(gateway, "ab")
+        other = await gateway.submit(request_id="other")
+        its_epoch = await gateway.dispatch("other")
+        gateway.make(epoch, 2, "c", EOS)
+        await until(lambda: ledger.calls and gateway.requests.ledger_status().away)
+        gateway.make(its_epoch, 0, "xyz")
+        await until(lambda: other.choices[0].stored == 3)
+        # Answers to other appends do not show that the ledger can store ends.
+        assert gateway.requests.ledger_status().away
+        assert "".join(piece.text for piece in await read_now(gateway, live)) == "ab"
+        ledger.let.set()
+        await until(lambda: live.is_over)
+        assert not gateway.requests.ledger_status().away
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+async def test_end_follows_unanswered_tokens_of_its_choice(
+    ledger: SlowLedger, is_away: bool
+) -> None:
+    ledger.is_away = is_away
+    async with started_gateway(ledger) as gateway:
+        live, epoch = await begin(gateway, "ab")
+        await until(lambda: ledger.calls)
+        gateway.make(epoch, 2, "c", EOS)
+        await asyncio.sleep(0.01)
+        sent = [append for call in ledger.calls for append in call]
+        assert not any(append.finish_reason for append in sent)
+        ledger.is_away = False
+        ledger.let.set()
+        await until(lambda: live.is_over)
+        [last] = ledger.calls[-1]
+        assert bytes(last.tokens) == (b"abc" if is_away else b"c")
+        assert bytes(ledger._records["r"].choices[0].tokens) == b"abc"
 
 
 @pytest.mark.parametrize(
