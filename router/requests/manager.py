@@ -27,7 +27,7 @@ from everlift.errors import (
     UnknownModel,
     UnknownRequest,
 )
-from everlift.messages import Request
+from everlift.messages import OnDisconnect, Request
 from everlift.request_id import in_session, unnamed_request_id
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
@@ -480,7 +480,10 @@ class Requests:
             waits.on_estimate(by_model.get(model, session_pb2.QueueEstimate()))
 
     def refused(self, refusal: session_pb2.Refusal) -> None:
-        """Discard a request that the leader rejected, and end it for its clients."""
+        """Discard a request that the leader rejected, and end it for its clients.
+
+        A request that an API stores for later readers, and that has no reader now, ends as failed.
+        """
         live = self._registry.get(refusal.request_id)
         if live is not None and live.phase is Phase.WAITING:
             live.phase = Phase.ENDING
@@ -503,6 +506,11 @@ class Requests:
     async def _discard(self, live: LiveRequest, refusal: EverliftError) -> None:
         async with self._registry.locks.hold(live.request_id):
             if live.is_over:
+                return
+            is_unread = live.on_disconnect is OnDisconnect.CONTINUE and not live.has_readers
+            if is_unread and live.request.attachment:
+                # The client was told that the request is queued, and polls for its end.
+                await self.attempts.end(live, State.FAILED, refusal)
                 return
             self._registry.release(live)
             entry = await self._ledger_client.retry(

@@ -33,6 +33,7 @@ from everlift.errors import (
     UnknownRequest,
 )
 from everlift.hashes import session_key
+from everlift.request_id import unnamed_request_id
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.admission.policy import Fifo
@@ -672,6 +673,39 @@ async def test_refusal_reports_its_cause_and_retry_after(
     assert await gateway.submit() is not live, "its id is free"
 
 
+BACKGROUND = {"attachment": b"R", "on_disconnect": pb.ON_DISCONNECT_CONTINUE}
+
+
+async def test_refused_background_request_ends_as_failed(gateway: Gateway) -> None:
+    live = await gateway.submit(**BACKGROUND)
+    await _leave(gateway, live)
+    gateway.requests.refused(_told("queue_timeout"))
+    await until(lambda: live.is_over)
+    stored, _ = await gateway.requests.get("r")
+    assert (stored.entry.state, stored.entry.error_slug) == (State.FAILED, "queue_timeout")
+    assert gateway.requests.counters.failed == 1
+
+
+@pytest.mark.parametrize("missing", BACKGROUND)
+async def test_refused_request_is_discarded_unless_stored(gateway: Gateway, missing: str) -> None:
+    live = await gateway.submit(**{**BACKGROUND, missing: None})
+    gateway.requests.refused(FULL)
+    await until(lambda: live.is_over)
+    with pytest.raises(UnknownRequest):
+        await gateway.requests.get("r")
+
+
+async def test_refused_background_request_is_discarded_while_read(gateway: Gateway) -> None:
+    live = await gateway.submit(**BACKGROUND)
+    read = asyncio.create_task(gateway.read(live))
+    await until(lambda: live.has_readers)
+    gateway.requests.refused(FULL)
+    with pytest.raises(QueueFull):
+        await read
+    with pytest.raises(UnknownRequest):
+        await gateway.requests.get("r")
+
+
 async def test_early_retry_is_refused_before_any_check(
     ledger: MemoryLedger,
 ) -> None:
@@ -806,6 +840,29 @@ async def test_cancel_completes_after_its_caller_is_gone() -> None:
     assert (await gateway.stored())[0] is State.CANCELLED
 
 
+@pytest.mark.parametrize("request_id", [unnamed_request_id("r"), "r"])
+async def test_unanswered_submission_is_cancelled(
+    gateway: Gateway, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch, request_id: str
+) -> None:
+    """Only a client that chose the id can submit the request again, so only it has a grace."""
+    starts_grace, open_ = [], ledger.open
+    monkeypatch.setattr(gateway.requests._timeouts, "start_grace", starts_grace.append)
+
+    async def open_without_answer(*args: Any) -> None:
+        await open_(*args)
+        raise LedgerUnavailable("not replicated")
+
+    monkeypatch.setattr(ledger, "open", open_without_answer)
+    with pytest.raises(LedgerUnavailable):
+        await gateway.submit(request_id=request_id)
+    if request_id == "r":
+        await until(lambda: len(starts_grace) == 2)
+        assert (await gateway.stored())[0] is State.QUEUED
+    else:
+        await until(lambda: ledger._records[request_id].entry.state is State.CANCELLED)
+    assert not gateway.workers.started
+
+
 async def test_disconnect_during_a_refusal_restores_nothing(
     gateway: Gateway, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -912,6 +969,19 @@ async def test_cancel_during_a_takeover_is_redirected_to_the_heir(
     with pytest.raises(Elsewhere) as elsewhere:
         await gateway.requests.cancel("r")
     assert elsewhere.value.address == "there:1"
+
+
+async def test_cancel_at_a_former_owner_is_redirected_to_the_heir(
+    gateway: Gateway, ledger: MemoryLedger
+) -> None:
+    """The gateway was frozen meanwhile."""
+    live = await gateway.submit()
+    await ledger.heartbeat("heir", "there:1", 1000.0)
+    await ledger.take_over("r", "heir", "gateway")
+    with pytest.raises(Elsewhere) as elsewhere:
+        await gateway.requests.cancel("r")
+    assert elsewhere.value.address == "there:1"
+    assert isinstance(live.error, Moved)
 
 
 async def test_request_cancelled_before_its_first_step_leaves_nothing(
@@ -1055,6 +1125,28 @@ async def test_started_request_fails_under_other_weights(
             assert adopted.request.fingerprint == "new"
             await heir.requests.cancel("r")
         await heir.requests.forget("r")
+
+
+async def test_takeover_continues_with_the_versions_of_the_output(ledger: MemoryLedger) -> None:
+    gone, heir = Gateway(ledger, "gone"), Gateway(ledger, "heir")
+    gone.serve("old", "old")
+    live = await gone.submit(model="sql")
+    gone.serve("new", "new")
+    epoch = await gone.dispatch()
+    run = asyncio.create_task(gone.requests.attempts.run())
+    gone.make(epoch, 0, "ab")
+    await until(lambda: live.choices[0].stored == 2)
+    assert live.append(live.choices[0], 2).request is None
+    run.cancel()
+    heir.serve("new", "newer")
+    heir.epochs = iter([7])
+    adopted = await heir.requests._takeover.take_over("r")
+    await heir.dispatch()
+    assert not adopted.is_over
+    [start] = heir.workers.started
+    assert (start.adapter_digest, bytes(start.output_ids)) == ("new", b"ab")
+    assert start.salt == live.request.salt
+    await heir.requests.stop(0.0)
 
 
 async def test_forget_erases_a_request_in_any_phase(gateway: Gateway, ledger: MemoryLedger) -> None:
