@@ -32,7 +32,7 @@ from everlift.errors import (
 from everlift.hashes import BLOCK_SIZE, CHUNK_SIZE, chunk_hashes, chunk_id
 from everlift.hub import name_for_clients
 from everlift.images import MAX_IMAGES, Image
-from everlift.messages import Request, Submission
+from everlift.messages import MAX_N, Request, Submission
 from everlift.sampling import SamplingParams
 from everlift.text import Vocabulary
 from everlift.v1 import inference_pb2 as pb
@@ -57,6 +57,9 @@ _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_l
 #: every request anyway.
 _UNBOUNDED = 1 << 30
 #: Maximum number of log probabilities of a prompt, including alternatives. They are sent to the
+#: Maximum number of tokens of a prompt and its output together. All choices of a request then have
+#: fewer than 2^32 tokens, so that their sums fit into the fields of messages.
+_MAX_SEQUENCE = (1 << 32) // MAX_N - 1
 #: ledger and to the client in one message, and more would block the event loop for too long.
 _MAX_PROMPT_LOGPROBS = 1 << 18
 #: Maximum number of log probabilities of the output of all choices, including alternatives. They
@@ -360,9 +363,11 @@ class ServedModel:
     def longest_sequence(self) -> int:
         """Return the maximum number of tokens of a prompt and its output together.
 
-        The limit is ``max_model_len``, or ``context`` until a worker has announced its limit.
+        The limit is ``max_model_len``, or ``context`` until a worker has announced its limit. It is
+        less than 2^32 / MAX_N.
         """
-        return self.context if self.max_model_len is None else self.max_model_len
+        limit = self.context if self.max_model_len is None else self.max_model_len
+        return min(limit, _MAX_SEQUENCE)
 
     def fits(self, request: Request) -> bool:
         """Return whether every worker can hold the prompt and max_tokens output tokens.

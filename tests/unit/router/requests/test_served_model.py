@@ -22,10 +22,13 @@ from everlift.errors import (
 )
 from everlift.hashes import BLOCK_SIZE
 from everlift.images import MAX_PIXELS, MAX_SIDE, Image
-from everlift.messages import Request, Submission
+from everlift.messages import MAX_N, Request, Submission
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
+from router.admission.request import Running
 from router.leader.adapter_catalogue import AdapterEntry
+from router.prediction.predictor import Predictor
+from router.requests import messages
 from router.requests import tokenizer as model_module
 from router.requests.served_models import ServedModels
 from router.requests.tokenizer import HuggingFaceTokenizer, ServedModel
@@ -82,6 +85,18 @@ def test_worker_supplies_limits_missing_from_the_config(tmp_path: Path) -> None:
     served = ServedModel.load(model(tmp_path / "m", {"vocab_size": 512}))
     served.update_limits([worker(max_model_len=100, num_blocks=3)])
     assert served.max_model_len == 3 * BLOCK_SIZE
+
+
+def test_sums_over_choices_fit_messages_without_a_context(tmp_path: Path) -> None:
+    """A message that cannot be encoded would cut its router off from the leader."""
+    served = ServedModel.load(model(tmp_path / "m", {"vocab_size": 512}))
+    message = pb.GenerateRequest(text="abcd", n=MAX_N, ignore_eos=True)
+    request = served.resolve(Submission.from_proto(message, "r", 0))
+    prediction = Predictor(served.tokenizer, "m", 0.0).predict(request, arrived=0.0)
+    waiting = messages.arriving(request, "g", 0.0, None, prediction, moves_left=3)
+    assert waiting.to_proto().predicted_tokens == MAX_N * request.max_tokens
+    running = Running.dispatched(waiting, "g", "w", 1).to_proto()
+    assert running.predicted_total == prediction.work_tokens > prediction.output_tokens
 
 
 def test_max_model_len_is_the_smallest_of_all_workers(tmp_path: Path) -> None:
