@@ -42,8 +42,10 @@ class Messages:
             generation = fields.generation
             message = self._answering.chat_message(generation, rendered)
             message.clamp_max_tokens = True
-            name = self._answering.set_session(call, name, generation, [message], _session(fields))
-        answer = MessagesAnswer(name, fields.model, rendered.parser(name, 0), fields.max_tokens)
+            session = await _with_fields(fields, lambda: _session(fields))
+            name = self._answering.set_session(call, name, generation, [message], session)
+        parser = rendered.parser(name, 0, is_constrained=message.sampling.HasField("grammar"))
+        answer = MessagesAnswer(name, fields.model, parser, fields.max_tokens)
         return await self._answering.answer(call, name, generation, [message], [journal], answer)
 
     async def count_tokens(self, call: Call) -> Response:

@@ -11,6 +11,8 @@ import pytest
 
 from everlift.messages import FinishReason, Submission
 from everlift.v1 import inference_pb2 as pb
+from router.api.anthropic.fields import MessagesFields
+from router.api.anthropic.messages import Messages
 from router.api.chat_renderer import RenderedChat
 from router.api.http.fields import parse
 from router.api.http.transcript import NewOutput, Usage
@@ -62,9 +64,15 @@ class Generated:
 
 
 async def answered(
-    monkeypatch: pytest.MonkeyPatch, formats: Formats, tokens: Sequence[int], **fields: Any
+    monkeypatch: pytest.MonkeyPatch,
+    formats: Formats,
+    tokens: Sequence[int],
+    *,
+    prompt: str = "hi",
+    is_anthropic: bool = False,
+    **fields: Any,
 ) -> Any:
-    rendered = RenderedChat(MODEL, "hi", None, ToolUse.of(None, None, True), formats)
+    rendered = RenderedChat(MODEL, prompt, None, ToolUse.of(None, None, True), formats)
 
     async def render(model: ServedModel, conversation: Conversation) -> RenderedChat:
         return rendered
@@ -76,10 +84,15 @@ async def answered(
     call: Any = SimpleNamespace(headers={}, response_headers={}, arrived_at=0.0, caller=None)
     renderer: Any = SimpleNamespace(render=render)
     inference: Any = SimpleNamespace(count_rejected=lambda error: None)
-    handler = Answering(RouterConfig(), inference, ServedModels([MODEL]), renderer)
-    messages = [{"role": "user", "content": "hi"}]
-    read = parse(ChatFields, {"messages": messages, **fields})
-    response: Any = await handler._chat(call, "r", read)
+    models = ServedModels([MODEL])
+    handler = Answering(RouterConfig(), inference, models, renderer)
+    body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    response: Any
+    if is_anthropic:
+        read = parse(MessagesFields, {"model": "m", "max_tokens": 9, **body})
+        response = await Messages(handler, renderer, models)._create(call, "r", read)
+    else:
+        response = await handler._chat(call, "r", parse(ChatFields, body))
     return json.loads(response.body)
 
 
@@ -99,6 +112,24 @@ async def test_chat_of_other_models_has_no_reasoning(monkeypatch: pytest.MonkeyP
 
     assert message == {"role": "assistant", "content": "one twoten", "refusal": None}
     assert "completion_tokens_details" not in body["usage"]
+
+
+@pytest.mark.parametrize("is_constrained", [False, True])
+async def test_message_has_reasoning_unless_constrained(
+    monkeypatch: pytest.MonkeyPatch, is_constrained: bool
+) -> None:
+    form = {"format": {"type": "json_schema", "schema": {}}} if is_constrained else {}
+    body = await answered(
+        monkeypatch,
+        Formats(None, MARKED),
+        ANSWER,
+        prompt="hi<s>",
+        is_anthropic=True,
+        output_config=form,
+    )
+
+    [block] = body["content"]
+    assert block["type"] == ("text" if is_constrained else "thinking")
 
 
 async def test_chat_with_a_grammar_has_no_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
