@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from pydantic_core import PydanticSerializationError, to_json
@@ -27,17 +27,20 @@ def check_json(
     count. Raises NotUtf8 for an unpaired surrogate, and InvalidRequest for NaN or an infinite
     number.
     """
-    check_depth(name, value)
     try:
         # to_json takes a quarter of the time of json.dumps.
         data = to_json(value, inf_nan_mode="constants")
     except PydanticSerializationError:
+        # to_json also refuses a value of more than 255 levels.
+        check_depth(name, value)
         raise NotUtf8(f"{name} has an unpaired surrogate") from None
+    # The other checks take longer, so their time is limited by the size.
+    if len(data) > max_bytes and (size := len(data) - num_exempt(value)) > max_bytes:
+        raise OutOfRange(f"{name} has {size} bytes; at most {max_bytes} are allowed")
+    check_depth(name, value)
     # A string may contain these words as well.
     if b"NaN" in data or b"Infinity" in data:
         _check_numbers(name, value)
-    if len(data) > max_bytes and (size := len(data) - num_exempt(value)) > max_bytes:
-        raise OutOfRange(f"{name} has {size} bytes; at most {max_bytes} are allowed")
 
 
 def _check_numbers(name: str, value: Any) -> None:
@@ -49,17 +52,40 @@ def _check_numbers(name: str, value: Any) -> None:
 
 def check_depth(name: str, value: Any) -> None:
     """Raise OutOfRange if ``value`` has more than MAX_DEPTH levels; ``name`` names it."""
-    level, depth = [value], 0
-    while level := [part for whole in level for part in _parts(whole)]:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise OutOfRange(f"{name} is more than {MAX_DEPTH} levels deep")
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            part
+            for whole in level
+            for part in _parts(whole)
+            if part and isinstance(part, (dict, list))
+        ]
+        if not level:
+            return
+    raise OutOfRange(f"{name} is more than {MAX_DEPTH} levels deep")
 
 
-def _parts(value: Any) -> list[Any]:
+def _parts(value: Any) -> Collection[Any]:
     if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else []
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def json_length(value: object, limit: int) -> int:
+    """Return the number of characters of all texts in a JSON value, plus its number of values.
+
+    The count ends above ``limit``, so its time does not depend on the size of ``value``.
+    """
+    values, length = [value], 1
+    while values and length <= limit:
+        value = values.pop()
+        if isinstance(value, str):
+            length += len(value)
+        elif parts := _parts(value):
+            length += len(parts)
+            if length <= limit:
+                values += parts
+    return length
 
 
 def check_function_name(at: str, name: object) -> str:

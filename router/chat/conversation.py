@@ -96,16 +96,6 @@ def with_function_names(turns: Iterable[Turn]) -> list[Turn]:
     return named
 
 
-def num_characters(turns: Sequence[Turn]) -> int:
-    """Return the number of characters of all texts and of the tool calls' arguments."""
-    return sum(
-        sum(len(part) for part in turn.parts if isinstance(part, str))
-        + len(turn.reasoning)
-        + sum(num_text_characters(call.arguments) for call in turn.calls)
-        for turn in turns
-    )
-
-
 def num_text_characters(value: object) -> int:
     """Return the number of characters of all texts in a JSON value."""
     values, number = [value], 0

@@ -13,8 +13,8 @@ from typing import Any, Self
 from everlift.chat_templates import Templates, special_tokens
 from everlift.errors import QueueFull
 from router.chat import frames
-from router.chat.checks import checked
-from router.chat.conversation import Turn, num_characters, num_text_characters
+from router.chat.checks import checked, json_length
+from router.chat.conversation import Turn
 from router.chat.frames import Launch
 from router.chat.messages import Message, template_messages
 from router.chat.parsers.registry import Formats
@@ -27,9 +27,9 @@ _MAX_CHARACTERS = 1 << 24
 _MEMORY_MIB = 512
 _MAX_WAITING = 1024
 _MAX_WAITING_BYTES = 64 << 20
-#: Maximum characters of a conversation that is serialised in the event loop; longer ones are
-#: serialised in a thread.
-_INLINE_CHARACTERS = 1 << 16
+#: Maximum characters and values of a conversation that is serialised in the event loop; longer ones
+#: are serialised in a thread.
+_INLINE_LENGTH = 1 << 16
 #: Loop of a template over the parts of a message, and test whether the content is a text instead.
 _LOOP_OVER_PARTS = re.compile(
     r"\bfor\s+\w+\s+in\s+\w+(?:\.content|\[\s*['\"]content['\"]\s*\])\s*(?:\||-?%|\bif\b)"
@@ -142,8 +142,11 @@ class ChatTemplate:
                 }
             )
 
-        size = num_characters(turns) + num_text_characters(documents)
-        is_long = size > _INLINE_CHARACTERS
+        values = [
+            [*turn.parts, turn.reasoning, *(call.arguments for call in turn.calls)]
+            for turn in turns
+        ]
+        is_long = json_length([values, documents, more], _INLINE_LENGTH) > _INLINE_LENGTH
         return await self._enqueue(await asyncio.to_thread(encode) if is_long else encode())
 
     async def close(self) -> None:

@@ -38,6 +38,7 @@ from everlift.text import Vocabulary
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from everlift.vocabulary import byte_level, byte_piece, decoder_types
+from router.chat.checks import json_length
 from router.leader.adapter_catalogue import AdapterEntry
 from router.requests import splicing
 from router.requests.sampling_defaults import of_model
@@ -56,10 +57,10 @@ _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_l
 #: Value of a limit that the configuration does not state. The limits that workers announce bound
 #: every request anyway.
 _UNBOUNDED = 1 << 30
-#: Maximum number of log probabilities of a prompt, including alternatives. They are sent to the
 #: Maximum number of tokens of a prompt and its output together. All choices of a request then have
 #: fewer than 2^32 tokens, so that their sums fit into the fields of messages.
 _MAX_SEQUENCE = (1 << 32) // MAX_N - 1
+#: Maximum number of log probabilities of a prompt, including alternatives. They are sent to the
 #: ledger and to the client in one message, and more would block the event loop for too long.
 _MAX_PROMPT_LOGPROBS = 1 << 18
 #: Maximum number of log probabilities of the output of all choices, including alternatives. They
@@ -831,3 +832,11 @@ async def with_text(length: int, work: Callable[[], T]) -> T:
     global interpreter lock, so that the event loop can continue. Its exceptions are raised here.
     """
     return work() if length <= _INLINE else await asyncio.to_thread(work)
+
+
+async def with_json(value: object, work: Callable[[], T]) -> T:
+    """Return the result of ``work``, which runs in a thread if the JSON ``value`` is large.
+
+    Its exceptions are raised here.
+    """
+    return await with_text(json_length(value, _INLINE), work)

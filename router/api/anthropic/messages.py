@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -15,10 +16,12 @@ from router.api.anthropic.fields import CountTokensFields, MessagesFields
 from router.api.chat_renderer import ChatRenderer
 from router.api.http.endpoint import Call, JsonResponse, cancel_on_disconnect
 from router.api.openai.answering import Answering
-from router.chat.conversation import Conversation, num_text_characters
+from router.chat.conversation import Conversation
 from router.requests import tokenizer
 from router.requests.served_models import ServedModels
 from router.requests.timing import Journal
+
+T = TypeVar("T")
 
 
 class Messages:
@@ -56,9 +59,11 @@ class Messages:
 
 
 async def _conversation(fields: CountTokensFields) -> Conversation:
-    return await tokenizer.with_text(
-        num_text_characters(fields.messages), lambda: conversation_of(fields)
-    )
+    return await _with_fields(fields, lambda: conversation_of(fields))
+
+
+async def _with_fields(fields: CountTokensFields, work: Callable[[], T]) -> T:
+    return await tokenizer.with_json([fields.system, fields.tools, fields.messages], work)
 
 
 def _session(fields: MessagesFields) -> str:

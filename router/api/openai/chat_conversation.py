@@ -8,24 +8,25 @@ from typing import Any
 from everlift.errors import InvalidRequest
 from router.api.openai.fields import Chat, ChatFields
 from router.chat.checks import check_json
-from router.chat.conversation import Conversation, Turn, num_text_characters
+from router.chat.conversation import Conversation, Turn
 from router.chat.messages import MAX_BYTES, chat_turns
 from router.chat.tools import ToolUse
 from router.requests import tokenizer
 
 
 async def chat_conversation(fields: Chat) -> Conversation:
-    """Return the conversation of a request; long messages are converted in a thread.
+    """Return the conversation of a request; a large request is converted in a thread.
 
     Raises InvalidRequest if the messages, tools or documents are invalid.
     """
     choice, is_parallel = None, True
     if isinstance(fields, ChatFields):
         choice, is_parallel = fields.tool_choice, fields.parallel_tool_calls is not False
-    tools = ToolUse.of(fields.tools, choice, is_parallel)
     messages, documents = fields.messages, fields.documents
-    size = num_text_characters(messages) + num_text_characters(documents)
-    turns = await tokenizer.with_text(size, lambda: _turns(messages, documents))
+    tools, turns = await tokenizer.with_json(
+        [fields.tools, choice, messages, documents],
+        lambda: (ToolUse.of(fields.tools, choice, is_parallel), _turns(messages, documents)),
+    )
     continues = fields.continue_final_message is True
     if continues:
         _check_continuable(fields, turns)

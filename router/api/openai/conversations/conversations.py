@@ -25,7 +25,6 @@ from router.api.openai.conversations.stored import StoredConversations
 from router.api.openai.responses.item_page import item_page, whole_page
 from router.api.openai.responses.items import Item, input_turns
 from router.api.service import idempotency_key
-from router.chat.conversation import num_text_characters
 from router.requests import tokenizer
 
 
@@ -106,7 +105,7 @@ async def _new_items(raw: Sequence[Item], key: str) -> list[Item]:
     ``key`` is the result of ``_key``. Raises the errors of ``input_turns``.
     """
     if raw:
-        await tokenizer.with_text(num_text_characters(raw), lambda: input_turns(raw, "items"))
+        await tokenizer.with_json(raw, lambda: input_turns(raw, "items"))
     return added_items(raw, key)
 
 

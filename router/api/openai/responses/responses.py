@@ -35,7 +35,7 @@ from router.api.openai.responses.record import Record
 from router.api.openai.responses.stored import PREFIX, StoredResponses
 from router.api.openai.submissions import check_response_size
 from router.api.service import Inference, idempotency_key
-from router.chat.conversation import Conversation, Turn, num_text_characters
+from router.chat.conversation import Conversation, Turn
 from router.requests import tokenizer
 from router.requests.served_models import ServedModels
 from router.requests.timing import Journal
@@ -262,9 +262,7 @@ class Responses:
                 f"the response {PREFIX}{contents.unfinished} of the conversation has not finished: "
                 "wait for its end or cancel it"
             )
-        turns = await tokenizer.with_text(
-            num_text_characters(contents.items), lambda: contents.turns
-        )
+        turns = await tokenizer.with_json(contents.items, lambda: contents.turns)
         return _Earlier(turns, conversation_id, (), None if is_known else conversation)
 
     async def _render(self, fields: InputTokensFields, earlier: Sequence[Turn]) -> RenderedChat:
@@ -319,10 +317,12 @@ async def _conversation(fields: InputTokensFields, earlier: Sequence[Turn]) -> C
     Instructions of earlier responses are not part of it, as in OpenAI's API.
     """
     raw = fields.input
-    turns = await tokenizer.with_text(num_text_characters(raw), lambda: input_turns(raw))
+    turns, tools = await tokenizer.with_json(
+        [raw, fields.tools, fields.tool_choice], lambda: (input_turns(raw), tool_use(fields))
+    )
     system = [Turn("system", (fields.instructions,))] if fields.instructions else []
     variables = template_variables(fields.reasoning)
-    return Conversation((*system, *earlier, *turns), tool_use(fields), template_variables=variables)
+    return Conversation((*system, *earlier, *turns), tools, template_variables=variables)
 
 
 def _without(conversation: Conversation, start: int) -> Conversation:

@@ -1,6 +1,8 @@
 """A chat's messages and variables, from what a client sent to what a template is shown."""
 
 import inspect
+import threading
+from pathlib import Path
 from typing import Any
 
 import jinja2.sandbox
@@ -9,8 +11,12 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 from everlift.errors import InvalidRequest, NotUtf8, OutOfRange, UnsupportedContent
-from router.chat.checks import checked
+from router.chat import frames
+from router.chat.checks import checked, json_length
+from router.chat.conversation import ToolCall, Turn
 from router.chat.messages import MAX_BYTES, MAX_MESSAGES, chat_turns, template_messages
+from router.chat.templates import ChatTemplate
+from tests.support.router import chat_support
 
 USER = {"role": "user", "content": "hello"}
 
@@ -252,6 +258,43 @@ def test_message_nesting_depth_is_bounded() -> None:
 
     with pytest.raises(OutOfRange, match="64 levels"):
         shown({"role": "user", "content": deep})
+
+
+def test_size_of_messages_is_checked_before_their_depth() -> None:
+    deep: Any = "x" * MAX_BYTES
+    for _ in range(70):
+        deep = [deep]
+
+    with pytest.raises(OutOfRange, match="bytes"):
+        shown({"role": "user", "content": deep})
+
+
+@pytest.mark.parametrize(("count", "is_inline"), [(1, True), (70_000, False)])
+async def test_chats_with_many_values_are_encoded_in_a_thread(
+    count: int, is_inline: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+
+    def encode(frame: Any) -> bytes:
+        threads.append(threading.get_ident())
+        return b""
+
+    async def enqueue(template: ChatTemplate, request: bytes) -> str:
+        return ""
+
+    monkeypatch.setattr(frames, "encode", encode)
+    monkeypatch.setattr(ChatTemplate, "_enqueue", enqueue)
+    turn = Turn("assistant", calls=(ToolCall("c", "f", {"a": [1] * count}),))
+    await chat_support.chat_template(tmp_path, "a").render([turn], None)
+    assert (threads == [threading.get_ident()]) == is_inline
+
+
+def test_json_length_ends_above_its_limit() -> None:
+    value = {"a": ["bc", 1], "d": {"e": None}}
+    assert json_length(value, 100) == json_length(value, 8) == 8
+    assert json_length("abc", 100) == 4
+    assert 4 < json_length([[1]] * 1000, 4) <= 1001
+    assert json_length([1, *[["a" * 9]] * 1000], 2000) < 2100
 
 
 def test_template_variables_may_be_set() -> None:

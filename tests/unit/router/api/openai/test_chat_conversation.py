@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from pydantic_core import to_json
 
 from everlift.errors import InvalidRequest, OutOfRange
+from router.api.anthropic import messages
+from router.api.anthropic.fields import CountTokensFields
 from router.api.http.fields import parse
 from router.api.openai.chat_conversation import chat_conversation
+from router.api.openai.conversations import conversations
 from router.api.openai.fields import ChatFields, TokenizeFields
+from router.api.openai.responses import responses
+from router.api.openai.responses.fields import InputTokensFields
+from router.chat import checks
 from router.chat.conversation import Conversation
 from router.chat.messages import MAX_BYTES
 
@@ -19,6 +28,19 @@ CALLING = {
     **ASSISTANT,
     "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}],
 }
+
+
+@pytest.fixture
+def serialising_threads(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Return a set to which the threads that check the size of a JSON value are added."""
+    threads: set[int] = set()
+
+    def serialised(value: Any, **options: Any) -> bytes:
+        threads.add(threading.get_ident())
+        return to_json(value, **options)
+
+    monkeypatch.setattr(checks, "to_json", serialised)
+    return threads
 
 
 async def converted(**fields: Any) -> Conversation:
@@ -80,6 +102,45 @@ async def test_unknown_reasoning_effort_is_refused_by_name() -> None:
     with pytest.raises(InvalidRequest, match=r"^reasoning_effort: .*'minimal'") as caught:
         await converted(reasoning_effort="some")
     assert caught.value.field == "reasoning_effort"
+
+
+@pytest.mark.parametrize(
+    ("fields", "inline"),
+    [
+        ({}, True),
+        ({"messages": [{**USER, "x": [1] * 5000}]}, False),
+        ({"documents": [{"x": [1] * 5000}]}, False),
+        ({"tools": [{"type": "function", "function": {"name": "f", "x": [1] * 5000}}]}, False),
+    ],
+)
+async def test_large_chats_are_converted_in_a_thread(
+    fields: dict[str, Any], inline: bool, serialising_threads: set[int]
+) -> None:
+    await converted(**fields)
+    assert len(serialising_threads) == 1
+    assert (threading.get_ident() in serialising_threads) == inline
+
+
+LARGE = {**USER, "x": [1] * 5000}
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda: messages._conversation(
+            parse(CountTokensFields, {"model": "m", "messages": [LARGE]})
+        ),
+        lambda: responses._conversation(parse(InputTokensFields, {"input": [LARGE]}), []),
+        lambda: conversations._new_items([LARGE], ""),
+    ],
+    ids=["messages", "responses", "conversations"],
+)
+async def test_large_requests_of_all_apis_are_converted_in_a_thread(
+    convert: Callable[[], Awaitable[object]], serialising_threads: set[int]
+) -> None:
+    await convert()
+    assert len(serialising_threads) == 1
+    assert threading.get_ident() not in serialising_threads
 
 
 async def test_documents_are_limited_and_passed_on() -> None:
