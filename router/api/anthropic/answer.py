@@ -15,7 +15,7 @@ from router.api.http.streaming import Event
 from router.api.http.transcript import Collected, NewOutput, Usage
 from router.api.http.writer import encode
 from router.chat.deltas import Arguments, CallBegins, Content, Delta, Reasoning
-from router.chat.parsers.base import Parser
+from router.chat.parsers.base import Parser, pieces_of
 
 Block = dict[str, Any]
 _EMPTY: Mapping[str, Block] = {
@@ -96,10 +96,13 @@ class MessagesAnswer:
         return [Event(encode(described(error, params, self._name)), "error")]
 
     def encode_complete(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
-        """Yield the JSON of a complete message."""
+        """Yield the JSON of a complete message, after an empty string for each parsed piece."""
         [choice] = choices
-        deltas = self._parser.feed(choice.text) + self._parser.finish()
-        body = self._message(_content(deltas), usage)
+        deltas: list[Delta] = []
+        for piece in pieces_of(choice.text):
+            deltas += self._parser.feed(piece)
+            yield ""
+        body = self._message(_content(deltas + self._parser.finish()), usage)
         stopped = self._stopped(choice.finish_reason, choice.stop_reason, usage)
         body["stop_reason"], body["stop_sequence"] = stopped
         yield encode(body)

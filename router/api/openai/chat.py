@@ -18,7 +18,7 @@ from router.api.openai.logprobs import Alignment, ChatLogprobs
 from router.api.openai.prompt_logprobs import PromptLogprobs, ScoredPrompt
 from router.api.openai.token_ids import TokenIds
 from router.chat.deltas import Arguments, CallBegins, Content, Delta, Reasoning
-from router.chat.parsers.base import Parser
+from router.chat.parsers.base import Parser, pieces_of
 from router.chat.reasoning_tokens import ReasoningTokens
 
 
@@ -222,13 +222,16 @@ class ChatAnswer(ChunkedAnswer):
     def encode_complete(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
         """Yield the JSON of a complete answer in parts, each of which is encoded quickly.
 
-        The first parts are empty strings: one is yielded after each choice is parsed, so that the
-        caller can let other tasks run.
+        The first parts are empty strings: one is yielded after each piece of a choice is parsed, so
+        that the caller can let other tasks run.
         """
         shown: list[ChatChoice] = []
         for index, choice in enumerate(choices):
-            shown.append(self._choice(index, choice))
-            yield ""
+            parser, deltas = self._begun(index, choice.tokens), list[Delta]()
+            for piece in pieces_of(choice.text):
+                deltas += parser.feed(piece)
+                yield ""
+            shown.append(self._choice(index, choice, deltas + parser.finish()))
         begin, end = around(self._completion(usage), "choices", [])
         written = map(self._written, shown, choices)
         if self._prompt is None:
@@ -260,15 +263,13 @@ class ChatAnswer(ChunkedAnswer):
         begin, end = around(shown, "logprobs", None)
         return logprobs.written_of_chat(self._vocabulary, choice, begin, end)
 
-    def _choice(self, index: int, choice: Collected) -> ChatChoice:
-        """Return a choice without its log probabilities."""
-        parser = self._begun(index, choice.tokens)
-        deltas = parser.feed(choice.text) + parser.finish()
+    def _choice(self, index: int, choice: Collected, deltas: Sequence[Delta]) -> ChatChoice:
+        """Return a choice, whose text was parsed as ``deltas``, without its log probabilities."""
         shown: ChatChoice = {
             "index": index,
             "message": _message(deltas),
             "logprobs": None,
-            "finish_reason": _finish_reason(choice.finish_reason, parser),
+            "finish_reason": _finish_reason(choice.finish_reason, self._parsers[index]),
             "stop_reason": choice.stop_reason,
         }
         if self._token_ids:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -39,6 +39,13 @@ ESCAPE_LENGTH = 6
 #: more than 16 times. Without this limit, a text that consists of opening marks would be read once
 #: for each mark.
 _MAX_REREAD = 256
+#: Maximum length of a piece of a complete text. Parsing a piece takes up to 20 ms.
+_PIECE_LENGTH = 4096
+
+
+def pieces_of(text: str) -> Iterator[str]:
+    """Yield a text in pieces, between whose parsing other tasks of the event loop can run."""
+    return (text[i : i + _PIECE_LENGTH] for i in range(0, len(text), _PIECE_LENGTH))
 
 
 class Parser(Protocol):

@@ -25,7 +25,7 @@ from router.api.openai.responses.items import Item, item_id
 from router.api.openai.responses.logprobs import ContentLogprobs, ContentToken
 from router.api.openai.responses.record import Record
 from router.chat.deltas import Arguments, CallBegins, Content, Delta, Reasoning
-from router.chat.parsers.base import Parser
+from router.chat.parsers.base import Parser, pieces_of
 from router.chat.reasoning_tokens import ReasoningTokens
 
 
@@ -314,9 +314,11 @@ class ResponseAnswer:
         return self._output.close("incomplete")
 
     def encode_complete(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
-        """Yield the JSON of a complete response."""
+        """Yield the JSON of a complete response, after an empty string for each parsed piece."""
         [choice] = choices
-        self.read(choice.text, choice.tokens, choice.logprobs, choice.finish_reason)
+        reason = choice.finish_reason
+        for _ in self._reading(choice.text, choice.tokens, choice.logprobs, reason):
+            yield ""
         yield encode(self.response(self.status, usage))
 
     def read(
@@ -327,8 +329,21 @@ class ResponseAnswer:
         finish_reason: str | None,
     ) -> None:
         """Add a whole output in one call; ``finish_reason`` is None if the output is unfinished."""
+        for _ in self._reading(text, tokens, logprobs, finish_reason):
+            pass
+
+    def _reading(
+        self,
+        text: str,
+        tokens: Sequence[int],
+        logprobs: Sequence[pb.TokenLogprobs],
+        finish_reason: str | None,
+    ) -> Iterator[None]:
+        """Add a whole output; yield after each piece of its text."""
         self._add_tokens(tokens, logprobs, text, is_end=bool(finish_reason))
-        self._add(text)
+        for piece in pieces_of(text):
+            self._add(piece)
+            yield
         if finish_reason:
             self._finish(finish_reason)
 
