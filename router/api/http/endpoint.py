@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -41,6 +41,15 @@ class JsonResponse(Response):
 
     def render(self, content: Any) -> bytes:
         return encode(content).encode()
+
+
+async def join_parts(parts: Iterable[str]) -> bytes:
+    """Return the joined ``parts`` in UTF-8; other tasks of the event loop run between the parts."""
+    written: list[bytes] = []
+    for part in parts:
+        written.append(part.encode())
+        await asyncio.sleep(0)
+    return b"".join(written)
 
 
 @dataclass(slots=True)

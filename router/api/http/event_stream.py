@@ -92,7 +92,8 @@ class Events:
         transcript = self._transcript
         while (numbered := self._generation.poll()) is not None:
             output = transcript.read(*numbered)
-            if output is not None and (events := self._answer.events(output, transcript.usage)):
+            events = self._answer.events(output, transcript.usage)
+            if events and not output.is_known:
                 before = self._id if len(events) > 1 else ""
                 transcript.mark_read(output.choice)
                 return self._written(events, before)

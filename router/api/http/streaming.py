@@ -28,7 +28,10 @@ class StreamedAnswer(Protocol):
         ...
 
     def events(self, output: NewOutput, usage: Usage) -> Sequence[Event]:
-        """Return the events of new output; empty if there is nothing to send."""
+        """Return the events of new output; empty if there is nothing to send.
+
+        The caller drops the events of output that ``is_known``, which only the last events need.
+        """
         ...
 
     def last_events(self, usage: Usage, spans: Sequence[pb.Span]) -> Sequence[Event]:

@@ -20,7 +20,8 @@ class NewOutput(NamedTuple):
 
     After a reconnection, ``known_text`` and the first ``num_known`` of ``tokens`` are output that
     the client had before; ``text`` is new. ``is_first``: the client has no output of the choice
-    yet. ``prompt_logprobs`` are those of the prompt's tokens from the second one on, if requested.
+    yet. ``is_known``: the client has all of the choice, including its end. ``prompt_logprobs`` are
+    those of the prompt's tokens from the second one on, if requested.
     """
 
     choice: int
@@ -32,6 +33,7 @@ class NewOutput(NamedTuple):
     known_text: str = ""
     num_known: int = 0
     is_first: bool = False
+    is_known: bool = False
     prompt_logprobs: Sequence[pb.TokenLogprobs] = ()
 
 
@@ -117,12 +119,11 @@ class Transcript:
         """
         return self._resumed != (BEGIN,) * self.num_choices
 
-    def read(self, request: int, piece: pb.GenerateResponse) -> NewOutput | None:
+    def read(self, request: int, piece: pb.GenerateResponse) -> NewOutput:
         """Process the next message of a request's stream, and return what it adds to its choice.
 
-        ``request`` is the index of the request. Returns None if the client already has the end of
-        the choice. Raises DataLoss if the client has different tokens, more tokens than the choice
-        has, or an end before the last token of the choice.
+        ``request`` is the index of the request. Raises DataLoss if the client has different tokens,
+        more tokens than the choice has, or an end before the last token of the choice.
         """
         choice = request * self._choices_each + piece.choice
         if not self._hides_output:
@@ -138,16 +139,22 @@ class Transcript:
             raise _data_loss(choice, resumed, f"it ended after {after.tokens} tokens")
         if resumed.is_end and after.tokens > resumed.tokens:
             raise _data_loss(choice, resumed, "it did not end there")
-        if resumed.is_end:
-            return None
+        is_known = resumed.is_end
         prompt_logprobs = self._prompt_logprobs.get(request, ())
         is_first = self._sent[choice] == BEGIN
         if self._hides_output:
             reason = "length" if after.is_end else None
             return NewOutput(
-                choice, "", (), (), reason, is_first=is_first, prompt_logprobs=prompt_logprobs
+                choice,
+                "",
+                (),
+                (),
+                reason,
+                is_first=is_first,
+                is_known=is_known,
+                prompt_logprobs=prompt_logprobs,
             )
-        known = max(0, resumed.characters - before.characters)
+        known = len(piece.text) if is_known else max(0, resumed.characters - before.characters)
         return NewOutput(
             choice,
             piece.text[known:],
@@ -158,6 +165,7 @@ class Transcript:
             piece.text[:known],
             min(max(0, resumed.tokens - before.tokens), len(piece.token_ids)),
             is_first=is_first,
+            is_known=is_known,
             prompt_logprobs=prompt_logprobs,
         )
 

@@ -20,7 +20,7 @@ from everlift.trace_context import TRACERESPONSE
 from everlift.v1 import inference_pb2 as pb
 from router.api import service
 from router.api.chat_renderer import ChatRenderer, RenderedChat
-from router.api.http.endpoint import Call, cancel_on_disconnect
+from router.api.http.endpoint import Call, cancel_on_disconnect, join_parts
 from router.api.http.event_id import EventId
 from router.api.http.event_stream import Events, EventStream, KeepAlive
 from router.api.http.generation import Generation
@@ -74,6 +74,8 @@ class Answering:
         with self.counting_rejections():
             name = self.name_call(call)
             fields = await call.fields(CompletionFields)
+            # Each prompt's request has a copy of the model's name, which must be a known one.
+            self._models.requested(fields.model or "")
             messages = submissions.of_completion(fields)
             name = self.set_session(call, name, fields, messages)
             await self._tokenize_scored(messages)
@@ -305,17 +307,13 @@ async def _collect_answer(generation: Generation, transcript: Transcript, answer
     choices = [Collected() for _ in range(transcript.num_choices)]
     async with aclosing(generation):
         async for index, piece in generation.pieces():
-            if (output := transcript.read(index, piece)) is not None:
-                choices[output.choice].add(output)
+            output = transcript.read(index, piece)
+            choices[output.choice].add(output)
             # Output that is already available is read without a pause, so other tasks get a turn
             # here.
             if len(piece.logprobs) > 1:
                 await asyncio.sleep(0)
-    parts: list[bytes] = []
-    for part in answer.encode_complete(choices, transcript.usage):
-        parts.append(part.encode())
-        await asyncio.sleep(0)
-    return b"".join(parts)
+    return await join_parts(answer.encode_complete(choices, transcript.usage))
 
 
 def _sent_name(call: Call) -> str:

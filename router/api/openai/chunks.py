@@ -51,6 +51,8 @@ class ChunkedAnswer:
         return ()
 
     def events(self, output: NewOutput, usage: Usage) -> Sequence[Event]:
+        if output.is_known:
+            return ()
         data = self.data(output, usage if self._options.has_continuous_usage else None)
         return () if data is None else (Event(data),)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from starlette.responses import Response
 from everlift.chat_templates import Templates, read_object, special_tokens
 from everlift.errors import InvalidRequest
 from router.api.chat_renderer import ChatRenderer
-from router.api.http.endpoint import Call, JsonResponse
+from router.api.http.endpoint import Call, JsonResponse, join_parts
+from router.api.http.writer import encode, long_array
 from router.api.openai.chat_conversation import chat_conversation
 from router.api.openai.fields import DetokenizeFields, TokenizeFields
 from router.requests import tokenizer
@@ -39,14 +41,8 @@ class Texts:
             if fields.return_token_strs
             else None
         )
-        return JsonResponse(
-            {
-                "count": len(tokens),
-                "max_model_len": model.max_model_len,
-                "tokens": tokens,
-                "token_strs": strings,
-            }
-        )
+        body = await join_parts(_tokenized(model, tokens, strings))
+        return Response(body, media_type="application/json")
 
     async def _tokens(self, model: ServedModel, fields: TokenizeFields) -> tuple[int, ...]:
         if (fields.prompt is None) == (fields.messages is None):
@@ -80,6 +76,21 @@ class Texts:
             info = await asyncio.to_thread(_tokenizer_info, model.directory)
             self._infos[model.name] = info
         return JsonResponse(info)
+
+
+def _tokenized(
+    model: ServedModel, tokens: Sequence[int], strings: Sequence[str | None] | None
+) -> Iterator[str]:
+    """Yield the JSON of an answer to ``/tokenize`` in parts, each of which is encoded quickly.
+
+    ``strings`` has the texts of the ``tokens``; None if the client does not request them.
+    """
+    head = encode({"count": len(tokens), "max_model_len": model.max_model_len})
+    yield head.removesuffix("}") + ',"tokens":'
+    yield from long_array(tokens)
+    yield ',"token_strs":'
+    yield from ("null",) if strings is None else long_array(strings)
+    yield "}"
 
 
 def _tokenizer_info(directory: Path | None) -> dict[str, Any]:

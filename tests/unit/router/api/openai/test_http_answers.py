@@ -32,21 +32,32 @@ from everlift.messages import FinishReason
 from everlift.sampling import TokenLogprobs
 from everlift.text import Stops, TextState
 from everlift.v1 import inference_pb2 as pb
+from router.api.anthropic.answer import MessagesAnswer
 from router.api.http import errors, event_stream
 from router.api.http.event_id import BEGIN, EventId, Position
+from router.api.http.fields import parse
+from router.api.http.streaming import StreamedAnswer
 from router.api.http.transcript import Collected, NewOutput, Transcript, Usage
 from router.api.http.writer import encode
 from router.api.openai import answering, logprobs
 from router.api.openai.chat import ChatAnswer
 from router.api.openai.completion import CompletionAnswer
 from router.api.openai.envelope import Envelope
+from router.api.openai.fields import TokenizeFields
 from router.api.openai.logprobs import Echo
 from router.api.openai.prompt_logprobs import ScoredPrompt
+from router.api.openai.responses.answer import ResponseAnswer
+from router.api.openai.responses.fields import ResponseFields
+from router.api.openai.responses.record import Record
+from router.api.openai.texts import Texts
+from router.chat.deltas import Delta
 from router.chat.parsers.base import Parser
 from router.chat.parsers.plain import PlainParser
 from router.chat.parsers.think import ThinkParser
 from router.chat.tools import ToolUse
+from router.requests import tokenizer
 from router.requests.request import Choice, Output
+from router.requests.served_models import ServedModels
 from router.requests.tokenizer import ByteTokenizer, Tokenizer
 
 TOKENIZER = ByteTokenizer()
@@ -140,7 +151,7 @@ def stream(
     events = []
     for piece in read:
         output = transcript.read(0, piece)
-        if output is not None and (data := answer.data(output)) is not None:
+        if not output.is_known and (data := answer.data(output)) is not None:
             transcript.mark_read(output.choice)
             events.append((transcript.event_id, json.loads(data)))
     return events
@@ -242,7 +253,6 @@ def test_whole_answer_equals_its_stream(kind: str, data: st.DataObject) -> None:
     transcript, choices = Transcript("r", 1, len(texts)), [Collected() for _ in texts]
     for piece in read:
         output = transcript.read(0, piece)
-        assert output is not None
         choices[output.choice].add(output)
     answer = json.loads("".join(ANSWERS[kind]().encode_complete(choices, transcript.usage)))
     for shown, expected in zip(answer["choices"], streamed, strict=True):
@@ -263,6 +273,91 @@ def test_whole_answer_equals_its_stream(kind: str, data: st.DataObject) -> None:
         assert [call["id"] for call in message.get("tool_calls", [])] == [
             each for call in expected["calls"].values() for each in call["id"]
         ]
+
+
+class RecordingParser(PlainParser):
+    """Parser that records the lengths of the pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths: list[int] = []
+
+    def feed(self, text: str) -> list[Delta]:
+        self.lengths.append(len(text))
+        return super().feed(text)
+
+
+RESPONSE = Record.of(parse(ResponseFields, {"input": "a"}), 0, [])
+
+
+@pytest.mark.parametrize(
+    "answer_with",
+    [
+        lambda parser: ChatAnswer(ENVELOPE, TOKENIZER, lambda choice: parser, has_logprobs=False),
+        lambda parser: MessagesAnswer("r", "m", parser, 9),
+        lambda parser: ResponseAnswer("r", "m", RESPONSE, parser, TOKENIZER),
+    ],
+    ids=["chat", "messages", "responses"],
+)
+def test_long_whole_answer_is_parsed_in_pieces(answer_with: Callable[[Parser], Any]) -> None:
+    parser, text = RecordingParser(), "ab" * 10_000
+    fed_before_pause, parts = [], []
+    for part in answer_with(parser).encode_complete([Collected([text], [97])], Usage()):
+        parts.append(part)
+        fed_before_pause.append(sum(parser.lengths))
+        parser.lengths.clear()
+
+    assert text in "".join(parts)
+    assert sum(fed_before_pause) == len(text) and max(fed_before_pause) <= 4096
+
+
+class Replay:
+    """A generation whose pieces are all available."""
+
+    is_over = True
+
+    def __init__(self, read: Sequence[pb.GenerateResponse]) -> None:
+        self._pieces = iter(read)
+
+    def poll(self) -> tuple[int, pb.GenerateResponse] | None:
+        piece = next(self._pieces, None)
+        return None if piece is None else (0, piece)
+
+
+def sent(
+    answer: StreamedAnswer, positions: Sequence[Position], read: Sequence[pb.GenerateResponse]
+) -> list[tuple[str, str]]:
+    """Return the ids and the data of a stream's events."""
+    generation: Any = Replay(read)
+    events = event_stream.Events(generation, Transcript("r", 1, 1, positions), answer, has_ids=True)
+    whole = "".join(event.decode() for event in iter(events.poll, None))
+    found = [event.splitlines() for event in whole.removesuffix("\n\n").split("\n\n")]
+    return [(lines[0].removeprefix("id: "), lines[-1]) for lines in found]
+
+
+STREAMED: dict[str, Callable[[], StreamedAnswer]] = {
+    "response": lambda: ResponseAnswer(
+        "r", "m", Record({"input": "a"}, 7), PlainParser(), TOKENIZER
+    ),
+    "message": lambda: MessagesAnswer("r", "m", PlainParser(), 3),
+    "completion": ANSWERS["completion"],
+    "chat": ANSWERS["chat"],
+}
+
+
+@pytest.mark.parametrize("kind", STREAMED)
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
+def test_stream_resumed_at_its_end_has_the_same_last_events(
+    kind: str, reason: FinishReason
+) -> None:
+    choice = finished("abc", 0)
+    choice.finish_reason = reason
+    read = [*pieces(choice, [1, 2])]
+    whole = sent(STREAMED[kind](), (), read)
+    end = whole[-1][0]
+    # The output's last event is the first one with the id of the end.
+    rest = whole[[event_id for event_id, _ in whole].index(end) + 1 :]
+    assert rest and sent(STREAMED[kind](), EventId.parse(end).positions, read) == rest
 
 
 def test_echoed_tokens_precede_those_of_the_output() -> None:
@@ -311,7 +406,6 @@ def test_hidden_output_leaves_only_the_prompt(kind: str) -> None:
     again, choices = Transcript("r", 1, 2, hides_output=True), [Collected(), Collected()]
     for piece in read:
         output = again.read(0, piece)
-        assert output is not None
         choices[output.choice].add(output)
     answer = json.loads("".join(ANSWERS[kind]().encode_complete(choices, again.usage)))
     prompt = {"completion": "", "echo": "ask:", "scored echo": "aské", "scored prompt": ""}[kind]
@@ -339,7 +433,6 @@ def test_usage_counts_the_tokens_of_the_reasoning(ends: Sequence[int]) -> None:
     again, choices = Transcript("r", 1, len(texts)), [Collected() for _ in texts]
     for piece in read:
         output = again.read(0, piece)
-        assert output is not None
         choices[output.choice].add(output)
     whole = json.loads("".join(ANSWERS["thought"]().encode_complete(choices, again.usage)))
 
@@ -503,6 +596,48 @@ def joined_logprobs(data: bytes) -> list[Any]:
     return found
 
 
+class TokenizeCall:
+    """A call of /tokenize."""
+
+    def __init__(self, **body: Any) -> None:
+        self._body = body
+
+    async def fields(self, kind: type[TokenizeFields]) -> TokenizeFields:
+        return parse(kind, self._body)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 40_000])
+@pytest.mark.parametrize("has_strings", [False, True])
+async def test_tokenize_encodes_long_lists_in_parts(
+    num_tokens: int, has_strings: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = 0
+
+    async def with_text(length: int, work: Callable[[], Any]) -> Any:
+        return work()
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(tokenizer, "with_text", with_text)
+    renderer: Any = None
+    texts = Texts(ServedModels([tokenizer.ServedModel.load("fake")]), renderer)
+    call: Any = TokenizeCall(prompt="a" * num_tokens, return_token_strs=has_strings)
+    task = asyncio.create_task(others())
+    response = await texts.tokenize(call)
+    task.cancel()
+    assert json.loads(bytes(response.body)) == {
+        "count": num_tokens,
+        "max_model_len": None,
+        "tokens": [97] * num_tokens,
+        "token_strs": ["a"] * num_tokens if has_strings else None,
+    }
+    assert turns >= (1 + has_strings) * num_tokens // (1 << 14)
+
+
 class Large:
     """Events without end, and what is written of them."""
 
@@ -562,7 +697,7 @@ def test_error_event_states_retry_and_resume_headers(
     transcript = Transcript("mine-7", 1, 1)
     piece = pb.GenerateResponse(token_ids=[97], text="a")
     assert transcript.resume_headers == {"idempotency-key": "mine-7"}, "nothing was sent yet"
-    assert transcript.read(0, piece) is not None
+    transcript.read(0, piece)
     transcript.mark_read(0)
     resume = transcript.resume_headers
     assert resume == {"idempotency-key": "mine-7", "last-event-id": transcript.event_id}
@@ -605,7 +740,6 @@ def test_non_finite_log_probabilities_are_not_written(logprob: float) -> None:
         token_ids=[97], text="a", logprobs=[TokenLogprobs(logprob, 5).to_proto()]
     )
     output = Transcript("r", 1, 1).read(0, piece)
-    assert output is not None
     data = answer.data(output)
     assert data is not None
     json.loads(data, parse_constant=pytest.fail)
