@@ -8,6 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
+
+from everlift.errors import OutOfRange
 from everlift.images import Image
 from router.api.openai.responses.fields import LOGPROBS, InputTokensFields, ResponseFields
 from router.api.openai.responses.namespaces import own_names
@@ -15,6 +19,9 @@ from router.chat.images import data_url
 
 #: First byte of the stored form, which distinguishes it from attachments of other APIs.
 _MARK = b"R"
+#: Maximum size of the stored form before its compression. A client of another API may send an
+#: attachment that looks like the stored form, and is a thousand times as large when unpacked.
+_MAX_BYTES = 16 << 20
 #: Beginning of the URL of an image in the stored form; the digest of the image follows.
 _STORED_IMAGE = "stored-image:"
 #: Members of the parts of a message that are URLs of images.
@@ -105,10 +112,20 @@ class Record:
         )
 
     def to_bytes(self, images: Sequence[Image] = ()) -> bytes:
-        """Return the stored form, which names ``images`` by their digests."""
+        """Return the stored form, which names ``images`` by their digests.
+
+        Raises OutOfRange if the stored form is too large.
+        """
         urls = {data_url(image): _stored_url(image) for image in images}
         fields = asdict(replace(self, body=_with_urls(self.body, urls)))
-        return _MARK + zlib.compress(json.dumps(fields, separators=(",", ":")).encode())
+        data = json.dumps(fields, separators=(",", ":")).encode()
+        if len(data) > _MAX_BYTES:
+            raise OutOfRange(
+                f"the request has more than {_MAX_BYTES} bytes and cannot be stored: set store to "
+                "false, or shorten it",
+                field="input",
+            )
+        return _MARK + zlib.compress(data)
 
     @classmethod
     def from_bytes(cls, data: bytes, images: Sequence[Image] = ()) -> Self | None:
@@ -118,9 +135,28 @@ class Record:
         """
         if data[:1] != _MARK:
             return None
-        record = cls(**json.loads(zlib.decompress(data[1:])))
+        inflater = zlib.decompressobj()
+        try:
+            text = inflater.decompress(data[1:], _MAX_BYTES + 1)
+            if not inflater.eof:
+                return None
+            record = cls(**_STORED.validate_json(text))
+            _ = record.prompt_fields
+        except (zlib.error, ValueError):
+            return None
         urls = {_stored_url(image): data_url(image) for image in images}
         return replace(record, body=_with_urls(record.body, urls))
+
+
+class _Stored(TypedDict):
+    """Members of the stored form, named as the fields of Record."""
+
+    body: dict[str, Any]
+    created_at: int
+    ancestors: list[str]
+
+
+_STORED = TypeAdapter(_Stored)
 
 
 def _stored_url(image: Image) -> str:
