@@ -6,9 +6,16 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from everlift.checks import limit_plus_one
 from everlift.errors import InvalidRequest, OutOfRange, TooManyRequests, Unsupported
-from everlift.messages import MAX_LABEL_BYTES
-from everlift.sampling import Grammar, unsigned_seed
+from everlift.messages import (
+    MAX_BAD_WORDS,
+    MAX_LABEL_BYTES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    Submission,
+)
+from everlift.sampling import MAX_ALLOWED_TOKENS, MAX_CHOICES, Grammar, unsigned_seed
 from everlift.v1 import inference_pb2 as pb
 from router.api.openai.fields import (
     MAX_PROMPTS,
@@ -71,6 +78,9 @@ def of_completion(fields: CompletionFields) -> list[pb.GenerateRequest]:
         if fields.echo:
             num_top = max(fields.logprobs, fields.prompt_logprobs or 0)
             message.sampling.prompt_logprobs = num_top
+    if len(prompts) > 1:
+        # Fields that are too long must not be copied for each prompt.
+        Submission.from_proto(_prompted(message, "a"), "a", seed=0)
     return [_prompted(message, prompt) for prompt in prompts]
 
 
@@ -231,10 +241,10 @@ def _message(fields: Generation) -> pb.GenerateRequest:
         max_tokens=fields.max_tokens,
         n=fields.n or 1,
         sampling=_sampling(fields),
-        stop=stop,
-        stop_token_ids=fields.stop_token_ids,
+        stop=limit_plus_one(stop or (), MAX_STOP_STRINGS),
+        stop_token_ids=limit_plus_one(fields.stop_token_ids or (), MAX_STOP_TOKEN_IDS),
         ignore_eos=fields.ignore_eos or False,
-        bad_words=fields.bad_words,
+        bad_words=limit_plus_one(fields.bad_words or (), MAX_BAD_WORDS),
         include_stop=fields.include_stop_str_in_output or False,
         keep_special_tokens=fields.skip_special_tokens is False,
         add_special_tokens=fields.add_special_tokens,
@@ -258,7 +268,7 @@ def _sampling(fields: Generation) -> pb.Sampling:
         presence_penalty=fields.presence_penalty,
         frequency_penalty=fields.frequency_penalty,
         logit_bias=_logit_bias(fields.logit_bias or {}),
-        allowed_token_ids=fields.allowed_token_ids,
+        allowed_token_ids=limit_plus_one(fields.allowed_token_ids or (), MAX_ALLOWED_TOKENS),
         min_tokens=fields.min_tokens or 0,
         prompt_logprobs=fields.prompt_logprobs,
         grammar=_grammar(fields),
@@ -302,7 +312,7 @@ def _format(form: ResponseFormat) -> pb.Grammar | None:
                     "response_format.json_schema.schema is missing",
                     field="response_format.json_schema.schema",
                 )
-            return pb.Grammar(json_schema=json.dumps(form.json_schema.schema_))
+            return _schema(form.json_schema.schema_)
 
 
 def _structured(form: StructuredOutputs) -> pb.Grammar:
@@ -317,10 +327,13 @@ def _structured(form: StructuredOutputs) -> pb.Grammar:
     if form.grammar is not None:
         return pb.Grammar(ebnf=form.grammar)
     if form.choice is not None:
-        return pb.Grammar(choice=pb.Choices(texts=form.choice))
+        return pb.Grammar(choice=pb.Choices(texts=limit_plus_one(form.choice, MAX_CHOICES)))
     assert form.json_ is not None
     return _schema(form.json_)
 
 
 def _schema(schema: dict[str, Any] | str) -> pb.Grammar:
-    return pb.Grammar(json_schema=schema if isinstance(schema, str) else json.dumps(schema))
+    if not isinstance(schema, str):
+        # An escaped character has six bytes, and the size of a grammar is limited.
+        schema = json.dumps(schema, ensure_ascii=False)
+    return pb.Grammar(json_schema=schema)

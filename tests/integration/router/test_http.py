@@ -297,6 +297,12 @@ REFUSED: dict[str, tuple[Any, int, str, str | None]] = {
     "unknown field": ({"prompt": "a", "tempratur": 1}, 400, "unknown_field", "tempratur"),
     "no prompt": ({}, 400, "invalid_request", "prompt"),
     "unknown model": ({"prompt": "a", "model": "gpt-5"}, 404, "unknown_model", "model"),
+    "unknown model of two prompts": (
+        {"prompt": ["a", "b"], "model": "gpt-5", "stop": ["x"] * 17},
+        404,
+        "unknown_model",
+        "model",
+    ),
     "top_p above one": ({"prompt": "a", "top_p": 1.5}, 400, "out_of_range", "top_p"),
     "n above the most": ({"prompt": "a", "n": 129}, 400, "too_many_choices", "n"),
     "too many stops": ({"prompt": "a", "stop": ["x"] * 17}, 400, "too_many_stops", "stop"),

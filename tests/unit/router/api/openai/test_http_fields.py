@@ -167,6 +167,39 @@ def test_prompts_of_one_call_are_limited() -> None:
         completion(prompt=["a"] * (fields.MAX_PROMPTS + 1))
 
 
+@pytest.mark.parametrize(
+    "too_long",
+    [
+        {"stop": ["a"] * 17},
+        {"stop": "a" * 1025},
+        {"stop_token_ids": [1] * 65},
+        {"bad_words": ["a" * 129]},
+        {"allowed_token_ids": [1] * ((1 << 14) + 1)},
+        {"cache_salt": "a" * 129},
+        {"regex": "a" * ((64 << 10) + 1)},
+        {"structured_outputs": {"choice": ["a"] * 1025}},
+    ],
+    ids=lambda body: next(iter(body)),
+)
+def test_long_field_is_not_copied_for_each_prompt(too_long: dict[str, Any]) -> None:
+    [name] = too_long
+    with pytest.raises(OutOfRange) as caught:
+        completion(prompt=["a", "b"], **too_long)
+    params = parse(CompletionFields, {"prompt": "a", **too_long}).params
+    assert params.get(caught.value.field, caught.value.field) == name
+
+
+def test_lists_are_copied_only_up_to_their_limits() -> None:
+    words = ["a"] * 20_000
+    [message] = completion(stop=words, bad_words=words, structured_outputs={"choice": words})
+    assert (len(message.stop), len(message.bad_words)) == (17, 65)
+    assert len(message.sampling.grammar.choice.texts) == 1025
+    ids = [1] * 20_000
+    message = chat(stop_token_ids=ids, allowed_token_ids=ids)
+    assert len(message.stop_token_ids) == 65
+    assert len(message.sampling.allowed_token_ids) == (1 << 14) + 1
+
+
 def test_chat_max_tokens_and_logprobs_are_passed() -> None:
     assert chat(max_tokens=5).max_tokens == 5
     assert chat(max_tokens=5, max_completion_tokens=6).max_tokens == 6
@@ -200,6 +233,11 @@ def test_chat_max_tokens_and_logprobs_are_passed() -> None:
         ({"structured_outputs": {"json": "{}"}}, pb.Grammar(json_schema="{}")),
         ({"structured_outputs": {"json": {"a": 1}}}, pb.Grammar(json_schema='{"a": 1}')),
         ({"json_schema": {"a": 1}}, pb.Grammar(json_schema='{"a": 1}')),
+        ({"json_schema": {"a": "語"}}, pb.Grammar(json_schema='{"a": "語"}')),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": "語"}}}},
+            pb.Grammar(json_schema='{"a": "語"}'),
+        ),
         ({"json_schema": "{}"}, pb.Grammar(json_schema="{}")),
         ({"regex": "a+"}, pb.Grammar(regex="a+")),
         ({"ebnf": "root ::= x"}, pb.Grammar(ebnf="root ::= x")),
