@@ -491,12 +491,14 @@ class Inference:
     ) -> pb.ListRequestsResponse:
         """Return a page of requests that the caller may list, newest first.
 
-        Raises InvalidRequest for an invalid state or page token, OutOfRange for a page size that is
-        too large, Forbidden, LedgerUnavailable.
+        Raises InvalidRequest for an invalid state or page token, OutOfRange for too many states or
+        a page size that is too large, Forbidden, LedgerUnavailable.
         """
         tenant = caller.tenant_of_listing(message.tenant if message.HasField("tenant") else None)
         if message.page_size > MAX_PAGE_SIZE:
             raise OutOfRange(f"page_size must be at most {MAX_PAGE_SIZE}")
+        if len(message.states) > len(State):
+            raise OutOfRange(f"states has {len(message.states)} states; there are {len(State)}")
         page = await self._requests.list_requests(
             tenant,
             [_state(number) for number in message.states],

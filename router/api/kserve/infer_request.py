@@ -35,6 +35,11 @@ def read(request: pb.ModelInferRequest) -> ParsedRequest:
 def _parameters(
     request: pb.ModelInferRequest, prompts: list[Tensor]
 ) -> Iterator[tuple[str, Values]]:
+    if (num_parameters := len(request.parameters)) > parameters.MAX_PARAMETERS:
+        raise InvalidRequest(
+            f"the request has {num_parameters} parameters; at most {parameters.MAX_PARAMETERS} "
+            "are allowed"
+        )
     for name in sorted(request.parameters):
         yield name, _values(name, request.parameters[name])
     for tensor in tensors.inputs(request, _check_count):

@@ -359,3 +359,5 @@ PARAMETERS = (
 _BY_NAME: Mapping[str, Parameter] = {
     name: parameter for parameter in PARAMETERS for name in parameter.names
 }
+#: Maximum number of request parameters: that of all names.
+MAX_PARAMETERS = len(_BY_NAME) + 1

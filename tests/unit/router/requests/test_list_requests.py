@@ -99,6 +99,8 @@ async def test_listing_pages_cover_all_requests(inference: Inference) -> None:
 async def test_listing_filters_by_state(inference: Inference) -> None:
     answer = await ask(inference, ANYONE, states=[pb.REQUEST_STATE_CANCELLED])
     assert names(answer.requests) == ["acme/a"]
+    answer = await ask(inference, ANYONE, states=pb.RequestState.values()[1:])
+    assert len(answer.requests) == 4
 
 
 @pytest.mark.parametrize(
@@ -108,6 +110,7 @@ async def test_listing_filters_by_state(inference: Inference) -> None:
         (dict(page_token="x"), InvalidRequest),
         (dict(states=[0]), InvalidRequest),
         (dict(states=[99]), InvalidRequest),
+        (dict(states=[pb.REQUEST_STATE_QUEUED] * 7), OutOfRange),
         (dict(tenant="A/b"), InvalidRequest),
     ],
 )

@@ -342,6 +342,13 @@ def test_requested_outputs_are_validated() -> None:
     refused(request, "at most 64 outputs")
 
 
+def test_parameters_are_counted_before_they_are_read() -> None:
+    names = dict.fromkeys(MEANINGS, 1)
+    # The number of all names is allowed, so the values are read.
+    refused(asking(sampling_parameters="{}", **names), "must be")
+    refused(asking(sampling_parameters="{}", unheard_of=1, **names), "at most 40 are allowed")
+
+
 def test_parameter_without_a_value_is_rejected() -> None:
     request = asking()
     request.parameters["n"].SetInParent()
