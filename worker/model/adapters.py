@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import SchemaError, SchemaValidator, core_schema
+
 from everlift import model_files
 from everlift.adapters import AdapterSource, parse_adapters
 from everlift.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -32,8 +34,15 @@ NO_ADAPTERS = "adapters are not supported for models that run through transforme
 _PREFIX, _FIRST, _SECOND = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 #: Name of a tensor in a layer of the language model, and not in one of a vision tower, for example.
 _LAYER = re.compile(
-    r"base_model\.model\.(?:(?:model|language_model)\.)*layers\.(0|[1-9][0-9]{0,8})\."
+    r"base_model\.model\.(?:(?:model|language_model)\.){0,4}layers\.(0|[1-9][0-9]{0,8})\."
 )
+#: Form of a pattern of module names. Repeat counts are excluded, because a short pattern with them
+#: can take seconds to compile.
+_PATTERN = re.compile(r"(?:[\w.^$*+?|()\[\]-]|\\[.dw-]){0,256}", re.ASCII)
+#: Classes whose full Unicode form takes long to compile, and the characters that names may have.
+_ASCII_CLASSES = {r"\d": "[0-9]", r"\w": "[0-9A-Za-z_]"}
+#: Largest number of patterns; adapters of the largest models have about a thousand.
+_MAX_PATTERNS = 4096
 #: Names of linear layers whose input is the hidden state, in all model families.
 _HIDDEN_INPUTS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
 #: Parts of peft that no engine computes, by their key in the configuration.
@@ -112,7 +121,7 @@ def adapted_linears(adapter: Adapter, spec: ModelSpec) -> dict[str, AdaptedLinea
         config = _config(adapter.directory / ADAPTER_CONFIG)
         tensors = read_tensors(adapter.directory / ADAPTER_WEIGHTS)
         return _linears(config, _matrices(tensors, spec), spec)
-    except (BadCheckpoint, BadAdapter, re.error) as error:
+    except (BadCheckpoint, BadAdapter) as error:
         raise BadAdapter(f"adapter {adapter.name!r}: {error}") from None
 
 
@@ -136,13 +145,15 @@ def _linears(
     config: dict[str, Any], matrices: dict[str, StoredTensor], spec: ModelSpec
 ) -> dict[str, AdaptedLinear]:
     modules = dict.fromkeys(name.removesuffix(_FIRST).removesuffix(_SECOND) for name in matrices)
+    ranks, alphas = _patterns(config, "rank_pattern"), _patterns(config, "alpha_pattern")
     linears: dict[str, AdaptedLinear] = {}
     for module in modules:
         shape = _shape(module, spec)
         a, b = matrices.get(module + _FIRST), matrices.get(module + _SECOND)
         if a is None or b is None:
             raise BadAdapter(f"{module} must have both lora_A and lora_B")
-        rank, alpha = _of_module(config, "rank_pattern", "r", module), _alpha(config, module)
+        rank = _of_module(ranks, module, config.get("r"))
+        alpha = _checked_alpha(_of_module(alphas, module, config.get("lora_alpha")))
         if not isinstance(rank, int) or rank < 1:
             raise BadAdapter(f"the rank of {module} must be at least 1, not {rank!r}")
         outputs, inputs = shape
@@ -159,29 +170,56 @@ def _linears(
     return linears
 
 
-def _alpha(config: dict[str, Any], module: str) -> float:
-    alpha = _of_module(config, "alpha_pattern", "lora_alpha", module)
+def _checked_alpha(alpha: Any) -> float:
     is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
     if not is_number or not abs(alpha) <= _LARGEST_ALPHA:
         raise BadAdapter(f"{ADAPTER_CONFIG} must have a number as lora_alpha, not {alpha!r}")
     return float(alpha)
 
 
-def _of_module(config: dict[str, Any], patterns: str, default: str, module: str) -> Any:
-    """Return the value for a module in an adapter's configuration, as peft determines it.
+def _patterns(config: dict[str, Any], key: str) -> list[tuple[SchemaValidator, Any]]:
+    """Return the patterns of module names under ``key`` of a configuration, with their values.
 
-    ``patterns`` is the key of an object with regular expressions and values. The first expression
-    that matches the module's name, or its end after a dot, determines the value. The value under
-    the key ``default`` is returned if none matches. Raises BadAdapter if ``patterns`` has no
-    object, and re.error if an expression is malformed.
+    Raises BadAdapter if a pattern is malformed or unsupported, or if the value under ``key`` is not
+    an object or has too many patterns.
     """
-    values = config.get(patterns) or {}
+    values = config.get(key) or {}
     if not isinstance(values, dict):
-        raise BadAdapter(f"{ADAPTER_CONFIG} must have an object as {patterns}, not {values!r}")
-    for pattern, value in values.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return config.get(default)
+        raise BadAdapter(f"{ADAPTER_CONFIG} must have an object as {key}, not {values!r}")
+    if len(values) > _MAX_PATTERNS:
+        raise BadAdapter(f"{key} has {len(values)} patterns; at most {_MAX_PATTERNS} are supported")
+    return [(_compiled(pattern, key), value) for pattern, value in values.items()]
+
+
+def _compiled(pattern: str, key: str) -> SchemaValidator:
+    """Return a validator of the modules' names that ``pattern``, written under ``key``, matches.
+
+    As in peft, the whole name must match, or its end after a dot. Raises BadAdapter if the pattern
+    is malformed or unsupported.
+    """
+    if not _PATTERN.fullmatch(pattern):
+        raise BadAdapter(
+            f"{key} has the pattern {pattern[:100]!r}, which is not supported: expected at most "
+            r"256 of letters, digits and _ - . \. \d \w [ ] ( ) | * + ? ^ $"
+        )
+    expression = rf"^(?:(.*\.)?({pattern})$)"
+    for name, characters in _ASCII_CLASSES.items():
+        expression = expression.replace(name, characters)
+    # Rust's engine matches in linear time. A hostile pattern would keep Python's busy for years,
+    # and would block all other threads meanwhile.
+    try:
+        return SchemaValidator(
+            core_schema.str_schema(pattern=expression, regex_engine="rust-regex")
+        )
+    except SchemaError as error:
+        cause = str(error).splitlines()[-1]
+        raise BadAdapter(f"{key} has the malformed pattern {pattern!r}: {cause}") from None
+
+
+def _of_module(patterns: list[tuple[SchemaValidator, Any]], module: str, default: Any) -> Any:
+    """Return the value of the first pattern that matches the module's name, else ``default``."""
+    matching = (value for pattern, value in patterns if pattern.isinstance_python(module))
+    return next(matching, default)
 
 
 def _shape(module: str, spec: ModelSpec) -> tuple[int, int]:

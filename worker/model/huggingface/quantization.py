@@ -72,7 +72,7 @@ def _excluded(section: HfConfig, key: str) -> tuple[str, ...]:
     for pattern in patterns:
         try:
             re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
-        except (re.error, OverflowError) as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise UnsupportedModel(
                 f"{key}: {pattern!r} is not a regular expression: {error}"
             ) from None

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -129,7 +130,11 @@ def test_adapted_linears_have_shapes_and_scaling(tmp_path: Path) -> None:
         ({"lora_alpha": 10**400}, "must have a number as lora_alpha, not 1000"),
         ({"rank_pattern": ["o_proj"]}, r"an object as rank_pattern, not \['o_proj'\]"),
         ({"rank_pattern": {"o_proj": 0}}, r"rank of \S+o_proj must be at least 1, not 0"),
-        ({"alpha_pattern": {"(": 1}}, "adapter 'a': missing \\), unterminated subpattern"),
+        (
+            {"alpha_pattern": {"(": 1}},
+            r"^adapter 'a': alpha_pattern has the malformed pattern '\(': error: unclosed group$",
+        ),
+        ({"rank_pattern": {f"q_proj{number}": 4 for number in range(4097)}}, "at most 4096 are"),
     ],
 )
 def test_adapted_linears_refuse_config(
@@ -138,6 +143,65 @@ def test_adapted_linears_refuse_config(
     write_adapter(tmp_path, DEMO_MODEL, seed=1)
     with pytest.raises(BadAdapter, match=cause):
         linears(tmp_path, **config)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["a{99999999999}", r"\pL", "(?=q_proj)", r"(q)\1", "(" * 3000, "q" * 257, "\ud800", "q_proj\n"],
+    ids=lambda pattern: ascii(pattern[:20]),
+)
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
+def test_adapted_linears_refuse_unsupported_pattern(key: str, pattern: str, tmp_path: Path) -> None:
+    write_adapter(tmp_path, DEMO_MODEL, seed=1)
+    with pytest.raises(BadAdapter, match=rf"{key} has the pattern .* not supported: expected"):
+        linears(tmp_path, **{key: {pattern: 4}})
+
+
+def test_adapted_linears_match_patterns_in_linear_time(tmp_path: Path) -> None:
+    """A search that backtracks would try more than 2**30 ways."""
+    write_adapter(tmp_path, DEMO_MODEL, seed=1, lora_alpha=12)
+    hostile = {r"([a-z_.0-9]+)+-": 1, r"(\w|.)*(\w|.)*-": 2, "(a|a|.)*" * 28 + "-": 3}
+    found = linears(tmp_path, alpha_pattern=hostile)
+    assert {linear.scaling for linear in found.values()} == {12 / 4}
+
+
+def test_adapted_linears_refuse_long_prefix(tmp_path: Path) -> None:
+    """The time of a match grows with the length of a name."""
+    write_adapter(tmp_path, DEMO_MODEL, seed=1)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    layers = "model." * 5 + "layers"
+    longer = {name.replace("model.layers", layers): it for name, it in tensors.items()}
+    save_file(longer, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(BadAdapter, match=f"does not adapt {layers}"):
+        linears(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "q_proj",
+        "proj",
+        "",
+        "up_proj$",
+        "^model.layers.0.self_attn.q_proj",
+        "^layers.0.self_attn.q_proj",
+        "model.layers.2.mlp.up_proj",
+        "0.self_attn.(q|v)_proj",
+        r"layers\.[1-3]\..*(q|v|up)_proj",
+        r".*\.layers\.(0|2)\..*",
+        r"layers\.\d+\.mlp\.\w+",
+        r"[\w.-]+o_proj",
+        r"[^\d]*\d[^\d]*",
+        "q_proj|layers.1.*|v_proj",
+        "a)|(o_proj",
+    ],
+)
+def test_adapted_linears_match_patterns_as_peft(pattern: str, tmp_path: Path) -> None:
+    write_adapter(tmp_path, DEMO_MODEL, seed=1, lora_alpha=8)
+    found = linears(tmp_path, alpha_pattern={pattern: 20})
+    for name, linear in found.items():
+        is_matched = get_pattern_key([pattern], f"model.{name}") == pattern
+        assert linear.scaling == (5 if is_matched else 2), name
 
 
 @pytest.mark.parametrize(
