@@ -21,6 +21,8 @@ ITEM_SIZES = {"F32": 4, "BF16": 2, "F16": 2, "I32": 4, "I8": 1, "F8_E4M3": 1}
 _LENGTH = struct.Struct("<Q")
 #: Largest header, in bytes, that the safetensors library accepts.
 _MAX_HEADER = 100_000_000
+#: Largest number of dimensions of a tensor, and limit of each dimension.
+_MAX_DIMENSIONS, _DIMENSION_LIMIT = 8, 1 << 63
 _METADATA = "__metadata__"
 _NAMES_IN_MESSAGE = 3
 
@@ -102,12 +104,19 @@ def _entries(path: Path, header: bytes) -> list[tuple[str, Any]]:
 
 def _tensor(path: Path, name: str, entry: Any, data: int) -> StoredTensor:
     try:
-        dtype, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
+        dtype, shape = str(entry["dtype"]), tuple(entry["shape"])
         start, end = map(int, entry["data_offsets"])
     except (TypeError, KeyError, ValueError, OverflowError):
         raise BadCheckpoint(f"{path}: the header's entry of {name} is invalid") from None
     item = ITEM_SIZES.get(dtype)
-    is_fit = item is None or end - start == item * math.prod(shape)
-    if min(start, *shape, 0) < 0 or end < start or not is_fit:
+    # The shape is checked first, because a product of many huge integers takes minutes.
+    is_fit = _is_shape(shape) and (item is None or end - start == item * math.prod(shape))
+    if start < 0 or end < start or not is_fit:
         raise BadCheckpoint(f"{path}: the header's entry of {name} is invalid")
     return StoredTensor(name, path, dtype, shape, data + start, data + end)
+
+
+def _is_shape(sizes: tuple[Any, ...]) -> bool:
+    if len(sizes) > _MAX_DIMENSIONS:
+        return False
+    return all(type(size) is int and 0 <= size < _DIMENSION_LIMIT for size in sizes)

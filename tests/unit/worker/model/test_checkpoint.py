@@ -77,10 +77,25 @@ def test_read_tensors_rejects_header_that_is_no_object(header: object, tmp_path:
         {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 4]},
         {"dtype": "F32", "shape": [1], "data_offsets": [0]},
         {"dtype": "F32", "shape": [float("inf")], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1.5], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": ["1"], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1] * 9, "data_offsets": [0, 4]},
+        {"dtype": "U64", "shape": [1 << 63], "data_offsets": [0, 8]},
     ],
+    ids=str,
 )
 def test_read_tensors_names_malformed_entry(entry: object, tmp_path: Path) -> None:
     path = write(tmp_path / "x.safetensors", {"some.weight": entry}, bytes(8))
+    with pytest.raises(BadCheckpoint, match=r"entry of some\.weight is invalid"):
+        read_tensors(path)
+
+
+def test_read_tensors_rejects_huge_shape_without_product(tmp_path: Path) -> None:
+    """The product of many such sizes takes minutes; the last size makes this one valid."""
+    sizes = [10**4000] * 100 + [0]
+    entry = {"dtype": "F32", "shape": sizes, "data_offsets": [0, 0]}
+    path = write(tmp_path / "x.safetensors", {"some.weight": entry})
     with pytest.raises(BadCheckpoint, match=r"entry of some\.weight is invalid"):
         read_tensors(path)
 
