@@ -74,7 +74,7 @@ LEVEL_VARIABLE = "EVERLIFT_CPU_LEVEL"
 DTYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
 
 
-#: Names of the sources that could not be compiled or loaded in this process.
+#: Names of the sources of which a library could not be compiled or loaded in this process.
 _failed: set[str] = set()
 
 
@@ -91,6 +91,7 @@ def compiled(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL | None:
     compiler = _compiler()
     if compiler is None:
         log.warning("no C++ compiler: using slower code", source=source.name, flags=flags)
+        _failed.add(source.name)
         return None
     target = _NATIVE if (limit := level_limit()) is None else limit.flags
     command = (compiler, *_FLAGS, *target, *flags)
@@ -189,11 +190,11 @@ def target_name() -> str:
 
 def why_no_code() -> str:
     """Return why compiled code is missing, or an empty string if all of it could be used so far."""
+    if shipped_level() is None and _compiler() is None:
+        return f"there is no C++ compiler ({', '.join(_COMPILERS)}), and no library is shipped"
     if _failed:
         return f"these sources could not be compiled: {', '.join(sorted(_failed))}"
-    if shipped_level() is not None or _compiler() is not None:
-        return ""
-    return f"there is no C++ compiler ({', '.join(_COMPILERS)}), and no library is shipped"
+    return ""
 
 
 def has_bfloat16() -> bool:

@@ -31,6 +31,8 @@ from worker.config import WorkerConfig
 from worker.engine.adapter import EngineAdapter
 from worker.engine.limits import Limits
 from worker.grammar.absent import NoGrammars
+from worker.model.huggingface.families import read_spec
+from worker.model.spec import UnsupportedArchitecture
 from worker.parallel.liveness import LivenessMonitor
 from worker.parallel.rendezvous import RankLinks, Rendezvous, join
 from worker.serving import prefetch
@@ -565,13 +567,25 @@ def _arithmetic(config: WorkerConfig) -> str:
     if config.is_fake:
         return "fake"
     # Over a network, the order in which more than two ranks are summed depends on the batch.
-    if config.engine != "everlift" or config.tensor_parallel > 2:
+    if config.engine != "everlift" or config.tensor_parallel > 2 or not _has_decoder(config):
         return ""
     from worker.device.device import arithmetic, choose_device, choose_dtype
 
     device = choose_device(config.device)
     name = arithmetic(device, choose_dtype(config.dtype, device, config.quantization))
     return f"{name}, {config.tensor_parallel} ranks" if name else ""
+
+
+def _has_decoder(config: WorkerConfig) -> bool:
+    """Return whether the model runs in Everlift's decoder, and not in transformers' modules.
+
+    The products of transformers' modules are torch's, whose bits depend on the batch.
+    """
+    try:
+        read_spec(model_files.locate(config.model, config.model_revision, weights=False))
+    except UnsupportedArchitecture:
+        return False
+    return True
 
 
 def _device(config: WorkerConfig) -> str:

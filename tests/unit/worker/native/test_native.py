@@ -98,6 +98,7 @@ def test_native_without_compiler_returns_none(
     monkeypatch.setenv("PATH", "")
     assert native.compiled(source) is None
     assert "no C++ compiler" in caplog.text
+    assert native.why_no_code().startswith("there is no C++ compiler (g++,")
 
 
 @needs_compiler
@@ -129,8 +130,11 @@ def test_native_shipped_library_needs_no_compiler(
     library = native.compiled(source, ["-DANSWER=7"])
     assert library is not None and library.answer() == 7
     assert not (source.parent / "cache").exists()
+    assert arithmetic(torch.device("cpu"), torch.float32)
     # Of other flags, and of another text, there is none.
     assert native.compiled(source, ["-DANSWER=8"]) is None
+    assert source.name in native.why_no_code()
+    assert not arithmetic(torch.device("cpu"), torch.float32)
     source.write_text(source.read_text() + "// changed")
     assert native.compiled(source, ["-DANSWER=7"]) is None
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from cluster.config import DEMO_MODEL
 from worker.config import WorkerConfig
 from worker.serving.rank import _arithmetic, _dtype
 
@@ -24,8 +27,17 @@ from worker.serving.rank import _arithmetic, _dtype
 def test_arithmetic_is_named_if_no_batch_changes_results(
     fields: dict[str, object], is_named: bool
 ) -> None:
-    config = WorkerConfig(model="m", **{"device": "cpu", "dtype": "float32", **fields})  # type: ignore[arg-type]
+    fields = {"device": "cpu", "dtype": "float32", **fields}
+    config = WorkerConfig(model=str(DEMO_MODEL), **fields)  # type: ignore[arg-type]
     assert bool(_arithmetic(config)) == is_named
+
+
+@pytest.mark.parametrize("architecture", ["GPT2LMHeadModel", "Olmo2ForCausalLM"])
+def test_arithmetic_of_transformers_modules_is_not_named(architecture: str, tmp_path: Path) -> None:
+    """Results of torch's products depend on the batch."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    config = WorkerConfig(model=str(tmp_path), device="cpu", dtype="float32")
+    assert _arithmetic(config) == ""
 
 
 def test_dtype_names_what_changes_results() -> None:
@@ -37,6 +49,6 @@ def test_dtype_names_what_changes_results() -> None:
 
 
 def test_arithmetic_depends_on_number_of_ranks() -> None:
-    one = WorkerConfig(model="m", device="cpu")
-    two = WorkerConfig(model="m", device="cpu", tensor_parallel=2)
+    one = WorkerConfig(model=str(DEMO_MODEL), device="cpu")
+    two = replace(one, tensor_parallel=2)
     assert _arithmetic(one) != _arithmetic(two)
