@@ -7,7 +7,6 @@ family's default, and null for no value.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,11 @@ from typing import Any
 from worker.model.spec import UnsupportedModel
 
 Json = dict[str, Any]
+
+#: Largest integer of a config: that of int32.
+LARGEST_INTEGER = 2**31 - 1
+#: Smallest and largest positive numbers of a config: those that fp32 represents at full precision.
+_SMALLEST_NUMBER, _LARGEST_NUMBER = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
 class HfConfig:
@@ -43,7 +47,7 @@ class HfConfig:
                 f"{path.parent} is not a Hugging Face model: it has no {path.name}"
                 + (f"; for the GGUF file in it, set the model to {gguf_file}" if gguf_file else "")
             ) from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UnsupportedModel(f"{path} is not JSON: {error}") from None
         if not isinstance(content, dict):
             raise UnsupportedModel(f"{path} is not a JSON object")
@@ -88,11 +92,12 @@ class HfConfig:
     def positive(self, key: str, otherwise: int | None = None) -> int:
         """Return the positive integer under ``key``, or ``otherwise`` if it is missing or null.
 
-        Raises UnsupportedModel in that case if ``otherwise`` is None.
+        Raises UnsupportedModel in that case if ``otherwise`` is None, and if the integer is larger
+        than LARGEST_INTEGER.
         """
         value = self.get(key, otherwise)
-        if type(value) is not int or value < 1:
-            raise self._wrong(key, "a positive integer")
+        if type(value) is not int or not 1 <= value <= LARGEST_INTEGER:
+            raise self._wrong(key, f"a positive integer of at most {LARGEST_INTEGER}")
         return value
 
     def natural(self, key: str) -> int:
@@ -115,8 +120,8 @@ class HfConfig:
     def number(self, key: str, otherwise: float | None = None) -> float:
         """Return the positive number under ``key``, or ``otherwise`` if it is missing or null."""
         value = self.get(key, otherwise)
-        if not _is_number(value) or value <= 0:
-            raise self._wrong(key, "a positive number")
+        if not _is_number(value) or value < _SMALLEST_NUMBER:
+            raise self._wrong(key, "a positive number in the range of fp32")
         return float(value)
 
     def optional_positive(self, key: str) -> int | None:
@@ -161,7 +166,7 @@ class HfConfig:
 
 
 def _is_number(value: object) -> bool:
-    """Return whether a JSON value is a finite number; Python also reads NaN and Infinity."""
+    """Return whether a JSON value is a number that fp32 can hold, and neither NaN nor infinite."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return abs(value) <= sys.float_info.max
+    return abs(value) <= _LARGEST_NUMBER

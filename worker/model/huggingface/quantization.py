@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 
-from worker.model.huggingface.config import HfConfig
+from worker.model.huggingface.config import LARGEST_INTEGER, HfConfig
 from worker.model.spec import UnsupportedModel
 from worker.model.weight_format import Arrangement, CodeType, WeightFormat
 
 #: Routers of mixtures of experts, which GPTQ leaves as they are without a word in the config.
 _ROUTERS = (r"re:.*\.(gate|shared_expert_gate)$",)
-#: Largest number of inputs or outputs that may share a scale.
-_LARGEST_GROUP = 2**31 - 1
 
 
 def read_format(config: HfConfig) -> WeightFormat | None:
@@ -59,9 +57,9 @@ def _fp8(section: HfConfig) -> WeightFormat:
 
 def _block(section: HfConfig, key: str) -> tuple[int, int]:
     sizes = section.naturals(key)
-    if len(sizes) != 2 or not all(1 <= size <= _LARGEST_GROUP for size in sizes):
+    if len(sizes) != 2 or not all(1 <= size <= LARGEST_INTEGER for size in sizes):
         raise UnsupportedModel(
-            f"{key} must be two integers from 1 to {_LARGEST_GROUP}, not {list(sizes)}"
+            f"{key} must be two integers from 1 to {LARGEST_INTEGER}, not {list(sizes)}"
         )
     return sizes[0], sizes[1]
 
@@ -168,7 +166,7 @@ def _granularity(weights: HfConfig) -> tuple[int | None, int | None]:
     if strategy == "channel":
         return 1, None
     if strategy == "group":
-        return 1, _positive_group(weights)
+        return 1, weights.positive("group_size")
     if strategy == "block":
         return _block(weights, "block_structure")
     raise UnsupportedModel(
@@ -216,14 +214,7 @@ def _mxfp4(section: HfConfig) -> WeightFormat:
 
 
 def _group_size(section: HfConfig) -> int | None:
-    return None if section.get("group_size") == -1 else _positive_group(section)
-
-
-def _positive_group(section: HfConfig) -> int:
-    group = section.positive("group_size")
-    if group > _LARGEST_GROUP:
-        raise UnsupportedModel(f"group_size must be at most {_LARGEST_GROUP}, not {group}")
-    return group
+    return None if section.get("group_size") == -1 else section.positive("group_size")
 
 
 def _refuse_unless_one_of(

@@ -76,17 +76,25 @@ def rope_of(parameters: HfConfig, config: HfConfig, head_dim: int, theta: float)
 
     The rope may rotate only a part of each head's ``head_dim`` features. ``theta`` is the base of
     the frequencies unless ``parameters`` has one. Raises UnsupportedModel if a value is malformed,
-    the type of scaling is unsupported, or the number of rotated features is odd.
+    the type of scaling is unsupported, or the number of rotated features is not an even number
+    from 2 to ``head_dim``.
     """
     share = config.number("partial_rotary_factor", 1.0)
-    dim = int(head_dim * parameters.number("partial_rotary_factor", share))
-    if dim % 2:
-        raise UnsupportedModel(f"{dim} features of a head are rotated: the number must be even")
+    share = parameters.number("partial_rotary_factor", share)
+    if share > 1:
+        raise UnsupportedModel(f"partial_rotary_factor must be at most 1, not {share}")
+    dim = int(head_dim * share)
+    if dim % 2 or dim == 0:
+        raise UnsupportedModel(
+            f"{dim} features of a head are rotated: the number must be even and at least 2"
+        )
     kind = rope_type(parameters)
     if kind not in _SCALINGS:
         supported = ", ".join(_SCALINGS)
         raise UnsupportedModel(f"rope type {kind} is not supported; supported: {supported}")
     theta = parameters.number("rope_theta", theta)
+    if kind == "yarn" and theta <= 1:
+        raise UnsupportedModel(f"rope_theta must be above 1 with rope type yarn, not {theta}")
     return Rope(theta, dim, _SCALINGS[kind](_Written(parameters, config, dim)))
 
 
@@ -140,6 +148,8 @@ def _longrope(rope: _Written) -> LongRopeScaling:
 def _longrope_attention(rope: _Written) -> float:
     if rope.factor <= 1:
         return 1.0
+    if rope.original_context == 1:
+        raise UnsupportedModel("original_max_position_embeddings must be above 1 for longrope")
     return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_context))
 
 

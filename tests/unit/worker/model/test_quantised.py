@@ -307,11 +307,15 @@ def test_quantised_weight_is_dequantised_without_compiler() -> None:
         ),
         (
             {"quant_method": "gptq", "bits": 4, "group_size": 1 << 63},
-            ["group_size must be at most 2147483647"],
+            ["group_size must be a positive integer of at most 2147483647"],
         ),
         (
             {"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["re:("]},
             ["modules_to_not_convert: 're:(' is not a regular expression: missing )"],
+        ),
+        (
+            {"quant_method": "awq", "bits": 4, "modules_to_not_convert": [f"re:{'(' * 3000}"]},
+            ["is not a regular expression: maximum recursion depth exceeded"],
         ),
         (
             compressed_config("pack-quantized", num_bits=4, strategy="channel")

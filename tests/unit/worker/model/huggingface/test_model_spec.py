@@ -121,6 +121,10 @@ MIXTRAL = {"architectures": ["MixtralForCausalLM"]}
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], "sliding_window": 16}
 OLMOE = {"architectures": ["OlmoeForCausalLM"]}
 QWEN_MOE = {"architectures": ["Qwen2MoeForCausalLM"]}
+PHI3 = {"architectures": ["Phi3ForCausalLM"], "rope_scaling": None}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1] * 4, "long_factor": [2] * 4}
+HUGE = 10**400
 
 
 @pytest.mark.parametrize(
@@ -157,7 +161,28 @@ QWEN_MOE = {"architectures": ["Qwen2MoeForCausalLM"]}
         (OLMOE | {"head_dim": 16}, ["head_dim 16", "supported: 8"]),
         (OLMOE | {"clip_qkv": "some"}, ["clip_qkv", "positive number"]),
         (OLMOE | {"clip_qkv": nan}, ["clip_qkv", "positive number"]),
-        (OLMOE | {"clip_qkv": 10**400}, ["clip_qkv", "positive number"]),
+        (OLMOE | {"clip_qkv": HUGE}, ["clip_qkv", "positive number"]),
+        (OLMOE | {"clip_qkv": 3.5e38}, ["clip_qkv", "positive number in the range of fp32"]),
+        (OLMOE | {"clip_qkv": 1e-38}, ["clip_qkv", "positive number in the range of fp32"]),
+        ({"max_position_embeddings": HUGE}, ["max_position_embeddings", "at most 2147483647"]),
+        ({"hidden_size": 1 << 31}, ["hidden_size", "at most 2147483647"]),
+        *(
+            (family | {"partial_rotary_factor": factor}, ["partial_rotary_factor", words])
+            for family in (PHI3, GEMMA3, QWEN, GPT_OSS)
+            for factor, words in ((1.25, "must be at most 1, not 1.25"), (1e308, "positive number"))
+        ),
+        (PHI3 | {"partial_rotary_factor": 0.1}, ["0 features of a head", "even and at least 2"]),
+        (
+            {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 1}},
+            ["original_max_position_embeddings must be above 1 for longrope"],
+        ),
+        (
+            {"rope_scaling": LONGROPE | {"original_max_position_embeddings": HUGE}},
+            ["original_max_position_embeddings", "at most 2147483647"],
+        ),
+        ({"rope_scaling": YARN, "rope_theta": 1}, ["rope_theta must be above 1", "yarn, not 1.0"]),
+        ({"rope_scaling": YARN | {"factor": 1e308}}, ["factor", "positive number"]),
+        ({"rope_scaling": YARN | {"beta_slow": 1e-308}}, ["beta_slow", "positive number"]),
         (QWEN_MOE | {"num_experts": 0}, ["num_experts", "positive"]),
         (QWEN_MOE | {"mlp_only_layers": "1"}, ["mlp_only_layers", "list of integers"]),
         (QWEN_MOE | {"norm_topk_prob": 1}, ["norm_topk_prob", "true or false"]),
@@ -172,7 +197,9 @@ def test_read_spec_names_unsupported_setting(
     assert all(word in str(refused.value) for word in words), refused.value
 
 
-@pytest.mark.parametrize("text", [None, "{", "[]"], ids=["missing", "broken", "list"])
+@pytest.mark.parametrize(
+    "text", [None, "{", "[]", "[" * 100_000], ids=["missing", "broken", "list", "deep"]
+)
 def test_read_spec_rejects_missing_or_malformed_config(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
