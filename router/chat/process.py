@@ -56,16 +56,23 @@ class RendererProcess:
         rendering takes too long, and PromptTextTooLong if the text is longer than
         ``Launch.max_characters``. Raises EverliftError if no process can be started.
         """
+        answer = await self._answer(request)
+        if _is_killed(answer):
+            # The child may have been idle, and the answer to this chat would then follow.
+            self.end()
+            answer = await self._answer(request)
+        return self._text(answer)
+
+    async def _answer(self, request: bytes) -> Frame:
         await self.start()
         self._num_chats += 1
         number = self._num_chats.to_bytes(frames.NUMBER_BYTES, "big")
         try:
-            answer = await self._exchange(number, request, _ELAPSED_FACTOR * self._launch.cpu_s)
+            return await self._exchange(number, request, _ELAPSED_FACTOR * self._launch.cpu_s)
         except TimeoutError:
             raise self._too_slow() from None
         except _Ended:
             raise _crashed() from None
-        return self._text(answer)
 
     def end(self) -> None:
         """Kill the process and wait for its end."""
@@ -149,12 +156,16 @@ class RendererProcess:
             # The child exceeded the CPU time limit with this chat, and a new child has replaced it.
             case {"ready": signal.SIGPROF.name}:
                 raise self._too_slow()
-        # The child may have been idle when it was killed. The answer to this chat then follows.
         self.end()
         raise _crashed()
 
     def _too_slow(self) -> TemplateTimeout:
         return TemplateTimeout(f"rendering these messages takes more than {self._launch.cpu_s:g} s")
+
+
+def _is_killed(answer: Frame) -> bool:
+    """Return whether a new child has replaced one that something but its time limit killed."""
+    return "ready" in answer and answer["ready"] != signal.SIGPROF.name
 
 
 def _crashed() -> TemplateFailed:

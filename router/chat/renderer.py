@@ -7,7 +7,8 @@
 The sandbox limits what a template can access, and the child's resource limits what it can use. The
 kernel kills the child when a chat takes too much CPU time, and on Linux it also limits the child's
 memory. The next child is ready 10 ms later, and its first message takes the place of the answer. If
-something else killed the child, it may have been idle, so the router replaces this process as well.
+something else killed the child, it may have been idle, so the router replaces this process as well
+and sends the chat again, once.
 The child ends when the socket is closed, and then this process ends too.
 
     from the router   a Launch; then {messages, tools, add_generation_prompt,

@@ -266,9 +266,7 @@ async def test_killed_renderer_is_restarted(tmp_path: Path) -> None:
 
         [child] = children(process.pid)
         os.kill(child, signal.SIGKILL)
-        with pytest.raises(TemplateFailed, match="crashed the process"):
-            await template.render(saying("first"), None)
-        for content in ("second", "third"):
+        for content in ("first", "second", "third"):
             assert await template.render(saying(content), None) == f"{content} is fine"
 
         process = supervisor(template)
