@@ -14,6 +14,7 @@ from everlift.errors import (
     EverliftError,
     ForgottenRequest,
     RequestConflict,
+    UnknownModel,
     UnknownObject,
     UnknownRequest,
 )
@@ -36,6 +37,9 @@ from router.ledger.base import Ledger
 from router.ledger.entry import State
 from router.ledger.objects import ObjectConflict, object_name
 from router.requests import tokenizer
+
+#: Why the output of a response cannot be read.
+Missing = UnknownRequest | UnknownModel
 
 _KIND = "conversations"
 _ID = re.compile(r"conv_[0-9a-f]{32}")
@@ -148,13 +152,14 @@ class StoredConversations:
     async def _copied(self, caller: Caller, known: StoredConversation) -> StoredConversation:
         """Return ``known`` with the items of its ended responses copied into the record.
 
-        A response whose items would make the record too large is left as it is. Nothing is stored.
+        A response is left as it is if its model is no longer served, or if its items would make the
+        record too large. Nothing is stored.
         """
         responses = await self._read(caller, known.record)
         copies = {
             name: _response_parts(response, known.conversation_id)
             for name, response in responses.items()
-            if not isinstance(response, UnknownRequest) and response.live.entry.state.is_final
+            if not isinstance(response, EverliftError) and response.live.entry.state.is_final
         }
         return replace(known, record=known.record.with_copies(copies)) if copies else known
 
@@ -177,7 +182,9 @@ class StoredConversations:
         """Return the items of a conversation.
 
         Responses that failed or were cancelled contribute no items. A response whose request was
-        erased or has expired contributes only items that were copied into the record before.
+        erased or has expired contributes only items that were copied into the record before. Raises
+        UnknownModel if a response has items that were not copied, and its model is no longer
+        served.
         """
         record = conversation.record
         responses = await self._read(caller, record)
@@ -203,13 +210,15 @@ class StoredConversations:
     def _parts(
         self,
         reference: ResponseReference,
-        responses: Mapping[str, StoredResponse | UnknownRequest],
+        responses: Mapping[str, StoredResponse | Missing],
         conversation_id: str,
     ) -> tuple[Parts, bool]:
         """Return the items of a response, and whether it is unfinished."""
         if reference.parts is not None:
             return reference.parts, False
         response = responses[reference.name]
+        if isinstance(response, UnknownModel):
+            raise response
         if isinstance(response, UnknownRequest):
             return (), self._may_be_created(reference, response)
         is_unfinished = (
@@ -220,23 +229,24 @@ class StoredConversations:
 
     async def _read(
         self, caller: Caller, record: ConversationRecord
-    ) -> dict[str, StoredResponse | UnknownRequest]:
+    ) -> dict[str, StoredResponse | Missing]:
         """Read the responses whose items were not copied into ``record``; return them by name.
 
-        A response without a request is represented by its UnknownRequest.
+        A response without a request is represented by its UnknownRequest, and one whose model is no
+        longer served by its UnknownModel.
         """
         references = [it for it in record.references if it.parts is None]
-        found: dict[str, StoredResponse | UnknownRequest] = {}
+        found: dict[str, StoredResponse | Missing] = {}
         for start in range(0, len(references), READS_AT_ONCE):
             names = [it.name for it in references[start : start + READS_AT_ONCE]]
             read = await asyncio.gather(*(self._response(caller, name) for name in names))
             found.update(zip(names, read, strict=True))
         return found
 
-    async def _response(self, caller: Caller, name: str) -> StoredResponse | UnknownRequest:
+    async def _response(self, caller: Caller, name: str) -> StoredResponse | Missing:
         try:
             return await self._responses.get(caller, PREFIX + name)
-        except UnknownRequest as error:
+        except (UnknownRequest, UnknownModel) as error:
             return error
 
     def _may_be_created(self, reference: ResponseReference, error: UnknownRequest) -> bool:

@@ -14,6 +14,7 @@ from everlift.errors import (
     LedgerUnavailable,
     QueueFull,
     RequestConflict,
+    UnknownModel,
     UnknownObject,
     UnknownRequest,
 )
@@ -236,6 +237,20 @@ async def test_removed_response_takes_its_copy_along(
     assert [item["id"] for item in items][::2] == ["own", "out-r2"]
     await stored.delete(ANYONE, conversation.conversation_id)
     await stored.remove_response(ANYONE, conversation.conversation_id, "r2")
+
+
+async def test_response_of_an_unserved_model_can_be_removed(
+    stored: StoredConversations, responses: Responses
+) -> None:
+    conversation = await referring(stored, "r1", "r2")
+    responses.add("r1", conversation.conversation_id)
+    responses.found["r2"] = UnknownModel("no longer served")
+    with pytest.raises(UnknownModel):
+        await stored.contents(ANYONE, conversation)
+    await stored.remove_response(ANYONE, conversation.conversation_id, "r2")
+    left = await stored.get(ANYONE, conversation.conversation_id)
+    items = (await stored.contents(ANYONE, left)).items
+    assert [item["id"] for item in items][::2] == ["own", "out-r1"]
 
 
 async def test_deleted_items_are_hidden(stored: StoredConversations, responses: Responses) -> None:
