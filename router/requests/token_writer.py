@@ -336,7 +336,10 @@ class TokenWriter:
 
     def _may_deliver_unledgered(self, append: Append) -> bool:
         """Return whether clients may read the append's tokens before the ledger has them."""
-        since = self._away_since.get(_ends_choice(append))
+        ends = _ends_choice(append)
+        # An end is stored no earlier than the tokens before it.
+        times = (at for is_of_ends, at in self._away_since.items() if ends or not is_of_ends)
+        since = min(times, default=None)
         return since is None or now() - since < self._max_unledgered_s
 
 

@@ -216,6 +216,19 @@ async def test_streams_continue_or_pause_during_ledger_outage(
         assert not gateway.requests.ledger_status().away
 
 
+async def test_end_of_a_choice_releases_no_withheld_tokens(ledger: SlowLedger) -> None:
+    ledger.is_away = True
+    async with started_gateway(ledger, replace(CONFIG, unledgered=0.0)) as gateway:
+        live, epoch = await begin(gateway, "ab")
+        await until(lambda: gateway.requests.ledger_status().away)
+        gateway.make(epoch, 2, "c", EOS)
+        await until(lambda: True in gateway.requests.attempts.writer._away_since)
+        assert live.choices[0].readable == 0
+        ledger.is_away = False
+        ledger.let.set()
+        await until(lambda: live.is_over)
+
+
 async def test_requests_are_rejected_during_ledger_outage(ledger: SlowLedger) -> None:
     async with started_gateway(ledger) as gateway:
         live = await gateway.submit(on_disconnect=pb.ON_DISCONNECT_CONTINUE)
