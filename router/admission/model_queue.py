@@ -37,9 +37,11 @@ from router.config import RouterConfig
 
 #: Seconds for which a request that was moved or evicted is neither moved nor evicted again.
 _SPARED_S = 5.0
-#: Seconds after which a request is tried again whose adapter no worker serves, or that avoids the
-#: only worker with capacity for it.
-_RETRY_S = 1.0
+#: Seconds after which a request is tried again whose adapter no worker serves.
+_ADAPTER_RETRY_S = 1.0
+#: Seconds after which a request is tried again that avoids the only worker with capacity for it. The
+#: time is shorter than the one in which the request may evict others (``Evictions``).
+_AVOIDED_RETRY_S = 0.25
 #: An evicted request is spared for at least this many times its recompute time, so that it makes
 #: progress in between.
 _SPARED_FACTOR = 3
@@ -439,7 +441,10 @@ class ModelQueue:
                     continue
                 if head is not None and head.priority > waiting.priority:
                     break
-                taken = self._placement.take(worker_id, waiting)
+                if worker_id:
+                    taken = self._placement.take(worker_id, waiting)
+                else:
+                    taken = self._placement.choose(waiting)
                 if taken is None:
                     break
                 # The worker may have evicted the prefix meanwhile, or may have more to compute.
@@ -485,7 +490,7 @@ class ModelQueue:
         self, head: Waiting, now: float, ledger_now: float, make_epoch: Callable[[], int]
     ) -> Placed | Wait | None:
         if not self._placement.serves(head.adapter):
-            return self._retry_later(now)
+            return self._retry_later(now + _ADAPTER_RETRY_S)
         choice = self._placement.choose(head)
         if choice is not None:
             last = self._queue.last_wait(head.request_id)
@@ -496,15 +501,15 @@ class ModelQueue:
             return wait or Placed(head, choice.worker_id, make_epoch(), (), choice.cached_tokens)
         placed = self._place_by_eviction(head, now, ledger_now, make_epoch)
         if placed is None and self._placement.take(head.avoid, head._replace(avoid="")) is not None:
-            return self._retry_later(now)
+            return self._retry_later(now + _AVOIDED_RETRY_S)
         return placed
 
-    def _retry_later(self, now: float) -> Wait | None:
+    def _retry_later(self, at: float) -> Wait | None:
         """Return the decision to park a request that must not block those behind it in the queue.
 
         The result is None if no request may be parked.
         """
-        return Wait("", 0, 0.0, 0.0, now + _RETRY_S) if self._may_park else None
+        return Wait("", 0, 0.0, 0.0, at) if self._may_park else None
 
     def _place_by_eviction(
         self, head: Waiting, now: float, ledger_now: float, make_epoch: Callable[[], int]

@@ -105,9 +105,11 @@ def test_request_avoiding_the_only_free_worker_blocks_no_other() -> None:
     cluster.enqueue("first", avoid="free", attempt=1, accepted=True)
     cluster.enqueue("second", arrived=1.0)
     assert [(it.waiting.request_id, it.worker_id) for it in cluster.place()] == [("second", "free")]
-    assert cluster.queue.next_expiry == 1.0
-    cluster.placement.report("full", Load(2), 1.0)
-    assert [(it.waiting.request_id, it.worker_id) for it in cluster.place(1.0)] == [
+    # It takes the next place of another worker before all that were queued later.
+    cluster.enqueue("third", arrived=2.0)
+    cluster.placement.report("free", Load(2, num_running=4, num_waiting=2), 0.1)
+    cluster.placement.report("full", Load(2, num_running=4, num_waiting=1), 0.1)
+    assert [(it.waiting.request_id, it.worker_id) for it in cluster.place(0.1)] == [
         ("first", "full")
     ]
 
