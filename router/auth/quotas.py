@@ -83,11 +83,12 @@ class Quotas:
         """Queue the final accounting (settlement) of a request that has ended.
 
         ``output_tokens`` is the number of output tokens of all its choices. None means that the
-        request never began; the whole charge is then refunded.
+        request never began; the whole charge is then refunded. Of several calls for a request, the
+        first one counts.
         """
         self.stop_renewal(request_id)
         if self._is_metered(request_id):
-            self._ended[request_id] = Settlement(request_id, output_tokens)
+            self._ended.setdefault(request_id, Settlement(request_id, output_tokens))
             self._has_ended.set()
 
     def _is_metered(self, request_id: str) -> bool:

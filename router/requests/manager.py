@@ -510,6 +510,7 @@ class Requests:
             is_unread = live.on_disconnect is OnDisconnect.CONTINUE and not live.has_readers
             if is_unread and live.request.attachment:
                 # The client was told that the request is queued, and polls for its end.
+                self.quotas.settle(live.request_id, None)
                 await self.attempts.end(live, State.FAILED, refusal)
                 return
             self._registry.release(live)

@@ -17,6 +17,7 @@ from everlift.errors import (
     RateLimited,
     RequestConflict,
 )
+from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.auth import quotas
 from router.auth.limits import NO_LIMITS, Limits
@@ -100,6 +101,16 @@ async def refused(gateway: Gateway, request_id: str = "acme/refused", **fields: 
     with pytest.raises(RateLimited) as refusal:
         await gateway.submit(request_id=request_id, **fields)
     return str(refusal.value)
+
+
+async def test_refused_background_response_is_refunded(ledger: Counting) -> None:
+    fields = {"attachment": b"R", "on_disconnect": pb.ON_DISCONNECT_CONTINUE}
+    async with limited(ledger, Limits(requests_per_minute=1)) as gateway:
+        live = await gateway.submit(request_id=R, **fields)
+        gateway.requests.refused(session_pb2.Refusal(request_id=R, slug="queue_full"))
+        await until(lambda: live.is_over)
+        assert (await ledger.get(R)).state is State.FAILED
+        await gateway.submit(request_id="acme/s")
 
 
 async def test_unlimited_tenants_cause_no_ledger_calls(ledger: Counting) -> None:
