@@ -188,15 +188,18 @@ class Takeover:
     def schedule_takeover_of_unanswered(self, request_id: str) -> None:
         """Take over, in the background, a request whose submission failed, if the ledger has it.
 
-        No client reads the request, so it is treated as if its last reader had left. A client can
-        submit it again only under an id of its own, so only then a grace period is possible.
+        A client that chose the request's id may submit it again, so the request is treated as if its
+        last reader had left. A request with a generated id is cancelled, because nobody knows it.
         """
         self._tasks.spawn(self._take_over_unanswered(request_id))
 
     async def _take_over_unanswered(self, request_id: str) -> None:
         with suppress(UnknownRequest):
             live = await self.take_over(request_id)
-            self._timeouts.on_reader_left(live, has_grace=is_named(request_id))
+            if is_named(request_id):
+                self._timeouts.on_reader_left(live, has_grace=True)
+            else:
+                self._timeouts.cancel_unread(live, "its client was told that it was not accepted")
 
     async def _take_over_if_known(self, request_id: str) -> None:
         with suppress(UnknownRequest):

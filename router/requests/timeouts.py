@@ -43,7 +43,7 @@ class Timeouts:
         if live.is_ending or live.has_readers:
             return
         if live.on_disconnect is OnDisconnect.CANCEL and not has_grace:
-            self._cancel(live, "its client disconnected")
+            self.cancel_unread(live, "its client disconnected")
         else:
             self.start_grace(live)
 
@@ -56,9 +56,10 @@ class Timeouts:
             cause = f"no client attached again within {self._grace_s:g} s"
             live.end_grace()
             loop = asyncio.get_running_loop()
-            live.grace = loop.call_later(self._grace_s, self._cancel, live, cause)
+            live.grace = loop.call_later(self._grace_s, self.cancel_unread, live, cause)
 
-    def _cancel(self, live: LiveRequest, cause: str) -> None:
+    def cancel_unread(self, live: LiveRequest, cause: str) -> None:
+        """Cancel the request, unless it is ending or has readers."""
         if not (live.is_ending or live.has_readers):
             self._end(live, State.CANCELLED, Cancelled(cause))
 

@@ -840,9 +840,14 @@ async def test_cancel_completes_after_its_caller_is_gone() -> None:
     assert (await gateway.stored())[0] is State.CANCELLED
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
 @pytest.mark.parametrize("request_id", [unnamed_request_id("r"), "r"])
 async def test_unanswered_submission_is_cancelled(
-    gateway: Gateway, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch, request_id: str
+    gateway: Gateway,
+    ledger: MemoryLedger,
+    monkeypatch: pytest.MonkeyPatch,
+    request_id: str,
+    goes_on: bool,
 ) -> None:
     """Only a client that chose the id can submit the request again, so only it has a grace."""
     starts_grace, open_ = [], ledger.open
@@ -853,14 +858,14 @@ async def test_unanswered_submission_is_cancelled(
         raise LedgerUnavailable("not replicated")
 
     monkeypatch.setattr(ledger, "open", open_without_answer)
+    fields = {"on_disconnect": pb.ON_DISCONNECT_CONTINUE} if goes_on else {}
     with pytest.raises(LedgerUnavailable):
-        await gateway.submit(request_id=request_id)
+        await gateway.submit(request_id=request_id, **fields)
     if request_id == "r":
         await until(lambda: len(starts_grace) == 2)
         assert (await gateway.stored())[0] is State.QUEUED
     else:
         await until(lambda: ledger._records[request_id].entry.state is State.CANCELLED)
-    assert not gateway.workers.started
 
 
 async def test_disconnect_during_a_refusal_restores_nothing(
