@@ -17,6 +17,14 @@ from everlift.certificates import client_context
 from everlift.client.client import AsyncClient
 from everlift.errors import EverliftError, Unreachable, from_slug
 
+#: Seconds to wait for a connection.
+_CONNECT_TIMEOUT_S = 10.0
+#: Seconds without data from the router, from the end of the request on, after which a call fails.
+_SILENCE_S = 60.0
+#: Timeouts of an event stream. It is silent while its request is queued, because a router sends no
+#: keep-alive comments if the setting router.keep_alive is 0.
+_STREAM_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
+
 Body = Mapping[str, object]
 Headers = Mapping[str, str]
 
@@ -25,7 +33,8 @@ class HttpApi:
     """Client of one router's HTTP server.
 
     Every method raises the EverliftError with which the router answers, or Unreachable if the
-    connection fails or the answer is not from Everlift.
+    connection fails or the answer is not from Everlift. Unreachable also means that the router sent
+    nothing for 60 s; only ``stream`` has no such limit.
     """
 
     def __init__(self, session: aiohttp.ClientSession, tls_name: str = "") -> None:
@@ -73,7 +82,7 @@ class HttpApi:
         the iterator early cancels the request.
         """
         events = Events()
-        async with self._answer("POST", path, json=body) as answer:
+        async with self._answer("POST", path, json=body, timeout=_STREAM_TIMEOUT) as answer:
             async for data in answer.content.iter_any():
                 for event in events.of(data):
                     if event == DONE:
@@ -121,7 +130,9 @@ async def connected_to_http(client: AsyncClient, address: str | None) -> AsyncIt
         f"{scheme}://{join_host_port(host.strip('[]'), int(port))}/",
         headers={"authorization": f"Bearer {key}"} if key else {},
         connector=aiohttp.TCPConnector(limit=0, ssl=context if context is not None else True),
-        timeout=aiohttp.ClientTimeout(total=None),
+        timeout=aiohttp.ClientTimeout(
+            total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=_SILENCE_S
+        ),
     ) as session:
         yield HttpApi(session, credentials.name if credentials is not None else "")
 

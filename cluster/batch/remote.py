@@ -10,6 +10,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -99,8 +100,14 @@ class ClusterBatch:
         digest, number = self._digest(url, part), 0
         while True:
             batch = await self._begin(url, part, digest, number)
+            if batch["status"] == "failed":
+                # An earlier run failed. The cause, such as a setting, may have been removed since.
+                await self._delete(batch["input_file_id"])
+                number += 1
+                continue
             batch = await self._ended(batch)
             if batch["status"] == "failed":
+                await self._delete(batch["input_file_id"])
                 raise BatchFailed(_cause(batch))
             try:
                 await self._fetch(batch)
@@ -126,7 +133,7 @@ class ClusterBatch:
         """Create a batch of the lines, or return the one that an earlier run has created.
 
         ``digest`` and ``number`` identify the batch. ``number`` is the number of earlier batches
-        with the same digest whose results the cluster no longer has.
+        with the same digest that failed, or whose results the cluster no longer has.
         """
         headers = {"idempotency-key": f"{digest}-{number}"}
         content = b"".join(line.to_bytes() for line in part)
@@ -168,12 +175,13 @@ class ClusterBatch:
         found = [await self._retried(self._lines, name) for name in names]
         for record in map(json.loads, chain(*found)):
             self.results.append(record)
-        for name in (*names, batch["input_file_id"]):
-            try:
+        await self._delete(*names, batch["input_file_id"])
+
+    async def _delete(self, *names: str) -> None:
+        for name in names:
+            # A file that remains expires later.
+            with suppress(EverliftError):
                 await self.api.delete(f"v1/files/{name}")
-            except EverliftError:
-                # It expires later.
-                continue
 
     async def _lines(self, name: str) -> list[bytes]:
         return [line async for line in self.api.read_lines(f"v1/files/{name}/content")]

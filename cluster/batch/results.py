@@ -133,7 +133,9 @@ class Results(Container[str]):
         descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
         try:
             self._lock(descriptor)
-            _write(descriptor, b"".join(last.values()), new)
+            # Not one write, which the kernel limits to 2 GiB.
+            with os.fdopen(os.dup(descriptor), "wb") as file:
+                file.writelines(last.values())
             os.fsync(descriptor)
             new.replace(self.path)
         except BaseException:

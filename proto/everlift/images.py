@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,6 +26,11 @@ _FRAME_MARKERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 #: Begin of a scan in a JPEG file, and the maximum number of scans. Each scan may take as long as a
 #: whole image, and usual files have ten.
 _SCAN, _MAX_SCANS = b"\xff\xda", 100
+#: Marker of a JPEG file with the fill bytes before it. Possessive, because a match that backtracks
+#: through megabytes of fill bytes takes long.
+_MARKER = re.compile(rb"\xff++([^\xff])")
+#: Maximum number of markers before the frame header. Files with large profiles have hundreds.
+_MAX_MARKERS = 4096
 #: Markers of a JPEG file without a length: TEM, RST0 to RST7, SOI and EOI.
 _BARE_MARKERS = frozenset({0x01, *range(0xD0, 0xDA)})
 
@@ -127,21 +133,18 @@ def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int]]:
     """Yield the marker of each segment and the offset of its length field, just after the marker.
 
     The caller must stop before the compressed data, which has no segments. Raises ValueError or
-    struct.error if the start of a segment is invalid or incomplete.
+    struct.error if the start of a segment is invalid or incomplete, or if there are too many.
     """
     offset = 2
-    while offset < len(data):
-        fill, marker = _numbers("BB", data, offset)
-        if fill != 0xFF:
-            raise ValueError
-        if marker == 0xFF:
-            offset += 1
-            continue
-        offset += 2
+    for _ in range(_MAX_MARKERS):
+        if (found := _MARKER.match(data, offset)) is None:
+            break
+        marker, offset = found[1][0], found.end()
         if marker not in _BARE_MARKERS:
             yield marker, offset
             (length,) = struct.unpack_from(">H", data, offset)
             offset += max(2, length)
+    raise ValueError
 
 
 def _webp_size(data: bytes) -> tuple[int, int]:

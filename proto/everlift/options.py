@@ -129,6 +129,17 @@ def submission_message(prompt: Prompt, options: GenerateOptions) -> pb.GenerateR
     return message
 
 
+def request_id_of(options: GenerateOptions) -> str:
+    """Return the request id in ``options``, or a new one for their session.
+
+    Raises InvalidRequest for a ``session_id`` that is no text, or that UTF-8 cannot encode.
+    """
+    session_id = options.get("session_id") or ""
+    _check_string("session_id", session_id)
+    with sendable():
+        return options.get("request_id") or in_session(uuid.uuid4().hex, session_id)
+
+
 def _check_values(options: GenerateOptions) -> None:
     for name, value in options.items():
         if value is None:
@@ -140,19 +151,22 @@ def _check_values(options: GenerateOptions) -> None:
             check_field(name, value)  # type: ignore[arg-type]
         elif name in ("timeout_s", "ttft_target_s"):
             _SECONDS.check(name, value)  # type: ignore[arg-type]
-        elif name in _STRINGS and not isinstance(value, str):
-            raise InvalidRequest(f"{name} must be a string", field=name)
+        elif name in _STRINGS:
+            _check_string(name, value)
+
+
+def _check_string(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{name} must be a string", field=name)
 
 
 def _message_without_prompt(options: GenerateOptions) -> pb.GenerateRequest:
     stop, timeout_s = options.get("stop", ()), options.get("timeout_s")
     on_disconnect = options.get("on_disconnect", OnDisconnect.GRACE)
     ttft_target_s = options.get("ttft_target_s")
-    session_id = options.get("session_id", "")
-    request_id = options.get("request_id") or in_session(uuid.uuid4().hex, session_id)
     return pb.GenerateRequest(
-        request_id=check_request_id(request_id),
-        session_id=session_id,
+        request_id=check_request_id(request_id_of(options)),
+        session_id=options.get("session_id", ""),
         model=options.get("model", ""),
         max_tokens=options.get("max_tokens"),
         clamp_max_tokens=options.get("clamp_max_tokens", False),

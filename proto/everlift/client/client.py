@@ -10,7 +10,6 @@ one two three
 from __future__ import annotations
 
 import random
-import uuid
 from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import Self, TypeAlias, TypeVar, Unpack
@@ -31,10 +30,17 @@ from everlift.client.retries import (
 )
 from everlift.client.routers import Metadata, Routers
 from everlift.client.stream import Stream
-from everlift.errors import DeadlineExceeded, EverliftError, InvalidRequest, Unreachable
+from everlift.errors import (
+    DeadlineExceeded,
+    EverliftError,
+    InvalidRequest,
+    UnknownModel,
+    UnknownRequest,
+    Unreachable,
+)
 from everlift.messages import MAX_REQUESTS
-from everlift.options import GenerateOptions, Prompt, submission_message
-from everlift.request_id import check_request_id, in_session
+from everlift.options import GenerateOptions, Prompt, request_id_of, submission_message
+from everlift.request_id import check_request_id
 from everlift.tls import Tls
 from everlift.trace_context import TRACEPARENT, TraceContext
 from everlift.transport import Transport, secured
@@ -144,8 +150,7 @@ class AsyncClient:
             raise TypeError("generate_many() takes a list of prompts, not one")
         if concurrency < 1:
             raise ValueError("concurrency must be at least 1")
-        session_id = options.get("session_id", "")
-        name = options.pop("request_id", None) or in_session(uuid.uuid4().hex, session_id)
+        name = request_id_of(options)
         return ManyStream(
             self._routers,
             (
@@ -211,7 +216,7 @@ class AsyncClient:
         """Erase a request, its prompt and its outputs.
 
         A request that has not ended is cancelled first. Raises UnknownRequest if the cluster does
-        not know the request.
+        not know the request, unless the call was retried and may have erased it before.
 
         >>> await client.generate("one two", request_id="r").text()
         'one two'
@@ -219,7 +224,8 @@ class AsyncClient:
         """
         with sendable():
             message = pb.ForgetRequest(request_id=request_id)
-        await self._call(lambda: self._routers.inference().Forget, message, timeout_s)
+        method = self._routers.inference
+        await self._remove(lambda: method().Forget, message, timeout_s, UnknownRequest)
 
     async def get_request(
         self, request_id: str, *, timeout_s: float | None = None
@@ -465,15 +471,17 @@ class AsyncClient:
 
         Requests that already have output continue with the adapter. Requests without output that
         are dispatched later fail with UnknownModel. Raises UnknownModel if no adapter has this
-        name, InvalidRequest if the name is in the cluster's settings, and Forbidden if the API key
-        does not permit the call.
+        name, unless the call was retried and may have removed it before. Raises InvalidRequest if
+        the name is in the cluster's settings, and Forbidden if the API key does not permit the
+        call.
 
         >>> adapter = await client.load_adapter("sql", "org/sql-lora")
         >>> await client.unload_adapter(adapter.name)
         """
         with sendable():
             message = admin_pb2.UnloadAdapterRequest(name=name)
-        await self._call(lambda: self._routers.admin().UnloadAdapter, message, timeout_s)
+        method = self._routers.admin
+        await self._remove(lambda: method().UnloadAdapter, message, timeout_s, UnknownModel)
 
     async def adapters(self, *, timeout_s: float | None = None) -> admin_pb2.ListAdaptersResponse:
         """Return the LoRA adapters of the cluster.
@@ -566,6 +574,31 @@ class AsyncClient:
                     self._routers.report_failure(router)
                 else:
                     await budget.wait(error, router)
+
+    async def _remove(
+        self,
+        method: _Method[Q, A],
+        request: Q,
+        timeout_s: float | None,
+        missing: type[EverliftError],
+    ) -> None:
+        """Make a call that removes an object; ``missing`` is its error if there is no such object.
+
+        After a retry, that error counts as a success: the answer to the attempt that removed the
+        object may have been lost.
+        """
+        attempts = 0
+
+        def counted() -> grpc.aio.UnaryUnaryMultiCallable[Q, A]:
+            nonlocal attempts
+            attempts += 1
+            return method()
+
+        try:
+            await self._call(counted, request, timeout_s)
+        except missing:
+            if attempts == 1:
+                raise
 
     async def _attempt(
         self, method: _Method[Q, A], request: Q, remaining: float | None, try_s: float

@@ -158,15 +158,21 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
     async def texts(self) -> list[str | EverliftError]:
         """Return for each prompt the rest of its output text, or the error of its request.
 
-        If a request has several choices, the text is that of the first one.
+        If a request has several choices, the text is that of the first one. If the calling task is
+        cancelled, the stream is closed.
 
         >>> await client.generate_many(["one two", "three", ""]).texts()
         ['one two', 'three', EmptyPrompt('the prompt is empty')]
         """
         pieces: defaultdict[int, list[str]] = defaultdict(list)
-        async for index, chunk in self:
-            if chunk.choice == 0:
-                pieces[index].append(chunk.text)
+        try:
+            async for index, chunk in self:
+                if chunk.choice == 0:
+                    pieces[index].append(chunk.text)
+        except asyncio.CancelledError:
+            # The caller may have no reference to the stream, whose requests would run on.
+            await self.aclose()
+            raise
         return [
             self._outcomes[index].error or "".join(pieces[index])
             for index in range(len(self._request_ids))
@@ -247,11 +253,11 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
         while part:
             router = self._routers.current
             try:
-                await self._read(part, deadline, budget)
+                await self._read(part, deadline, budget, router)
             except EverliftError as error:
                 for each in tuple(part.values()):
                     if each.reception.is_accepted:
-                        self._move_to_own_call(part, each, deadline, error)
+                        self._move_to_own_call(part, each, deadline, error, router)
                 if part:
                     await self._wait(part, budget, error, router)
 
@@ -270,9 +276,15 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
             part.clear()
 
     async def _read(
-        self, part: dict[int, _PendingRequest], deadline: Deadline, budget: RetryBudget
+        self,
+        part: dict[int, _PendingRequest],
+        deadline: Deadline,
+        budget: RetryBudget,
+        router: str,
     ) -> None:
         """Send the requests of ``part`` in one call, and read the call until ``part`` is empty.
+
+        ``router`` is the address of the current router, which receives the call.
 
         A request is removed from ``part`` when it ends, or when it fails while the call continues.
         A separate task then resumes the failed request, or ends it if its error must not be
@@ -294,7 +306,7 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
                 for piece in answer.pieces:
                     # A request that has ended, or continues in its own call, is not in ``part``.
                     if (each := sent[piece.index]).index in part:
-                        await self._accept_piece(part, each, piece, deadline)
+                        await self._accept_piece(part, each, piece, deadline, router)
         finally:
             call.cancel()
 
@@ -304,13 +316,14 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
         each: _PendingRequest,
         piece: pb.ManyPiece,
         deadline: Deadline,
+        router: str,
     ) -> None:
         try:
             if piece.HasField("failure"):
                 raise _error(piece.failure)
             chunk = each.reception.accept(piece.piece)
         except EverliftError as error:
-            self._move_to_own_call(part, each, deadline, error)
+            self._move_to_own_call(part, each, deadline, error, router)
             return
         if chunk is not None:
             await self._chunks.put((each.index, chunk))
@@ -324,19 +337,22 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
         each: _PendingRequest,
         deadline: Deadline,
         error: EverliftError,
+        router: str,
     ) -> None:
         del part[each.index]
-        self._tasks.create_task(self._resume(each, deadline, error))
+        self._tasks.create_task(self._resume(each, deadline, error, router))
 
     async def _resume(
-        self, each: _PendingRequest, deadline: Deadline, error: EverliftError
+        self, each: _PendingRequest, deadline: Deadline, error: EverliftError, router: str
     ) -> None:
+        """Continue a request in its own call, after ``error`` of a call to ``router``."""
         reader = OutputReader(
             self._routers,
             each.reception,
             self._budget(deadline),
             each.message,
             self._metadata,
+            failed_router=router,
         )
         try:
             await reader.recover(error)

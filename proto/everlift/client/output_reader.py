@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -46,18 +47,24 @@ class OutputReader:
         budget: RetryBudget,
         submission: pb.GenerateRequest | None = None,
         metadata: Metadata = (),
+        *,
+        failed_router: str = "",
     ) -> None:
         """Create the reader of a new request, or of an existing one if ``submission`` is None.
 
-        ``reception`` receives the output. ``metadata`` is sent with the submission.
+        ``reception`` receives the output. ``metadata`` is sent with the submission. If the caller's
+        own call failed before, ``failed_router`` is the address of the router that it was sent to,
+        and ``recover`` must be called first.
         """
         self.is_closed = False
+        #: whether a router may have received the submission from this reader
+        self.has_submitted = False
         self._routers = routers
         self._reception = reception
         self._budget = budget
         self._submission = submission
         self._metadata = metadata
-        self._router = ""
+        self._router = failed_router
         self._receiving_since: float | None = None
         self._call: grpc.aio.UnaryStreamCall[Any, pb.GenerateResponse] | None = None
 
@@ -122,7 +129,15 @@ class OutputReader:
     async def _read(self) -> pb.GenerateResponse:
         if self._call is None:
             self._call = self._start_call()
-        piece = await wire.read(self._call)
+        call = self._call
+        try:
+            piece = await wire.read(call)
+        except asyncio.CancelledError:
+            # A cancelled read ends its gRPC call, which is no failure of the router. The next read
+            # makes another call. ``_receiving_since`` stays, so that short reads do not reset it.
+            call.cancel()
+            self._call = None
+            raise
         if piece is None:
             raise Unreachable("the stream broke off")
         if self._receiving_since is None:
@@ -137,10 +152,13 @@ class OutputReader:
         # Before its acceptance, a request may be submitted again: its id prevents a second request.
         if self._submission is not None and not self._reception.is_accepted:
             set_timeout(self._submission, remaining)
+            self.has_submitted = True
             return stub.Generate(
                 self._submission, timeout=timeout, metadata=metadata + self._metadata
             )
-        return stub.Attach(self._reception.attach_request(), timeout=timeout, metadata=metadata)
+        explain = self._submission is not None and self._submission.explain
+        message = self._reception.attach_request(explain=explain)
+        return stub.Attach(message, timeout=timeout, metadata=metadata)
 
     def _final_error(self, error: EverliftError) -> EverliftError:
         is_unknown = isinstance(error, UnknownRequest | OffsetOutOfRange)

@@ -78,17 +78,18 @@ class ReceivedOutput:
         """Return the offset of the first missing token of each choice."""
         return [self._next[choice] for choice in range(max(self._next, default=-1) + 1)]
 
-    def attach_request(self) -> pb.AttachRequest:
+    def attach_request(self, *, explain: bool = False) -> pb.AttachRequest:
         """Return the message that asks a router for the output after the received tokens.
 
         If the tokens before the offsets are known (``from_offsets`` was not used), the message
         contains digests of them. With these, the router checks that its own tokens are the same,
-        even if it has to regenerate lost tokens first.
+        even if it has to regenerate lost tokens first. ``explain`` is that of the submission.
         """
         offsets, digests = self.offsets(), self._digests
         return pb.AttachRequest(
             request_id=self.request_id,
             from_offsets=offsets,
+            explain=explain,
             digests=[digests[choice].value for choice in range(len(offsets))] if digests else (),
         )
 

@@ -49,7 +49,6 @@ class Stream(AsyncIterator[Chunk]):
         """
         self._routers = routers
         self._reception = reception
-        self._cancels_on_close = submission is not None
         self._reader = OutputReader(routers, reception, budget, submission, metadata)
 
     @property
@@ -154,7 +153,8 @@ class Stream(AsyncIterator[Chunk]):
         """
         was_closed = self._reader.is_closed
         self._reader.close()
-        if self._cancels_on_close and not was_closed:
+        # Without a submission by this stream, the id may belong to another client's request.
+        if self._reader.has_submitted and not was_closed:
             await cancel(self._routers, self.request_id)
 
     async def __aenter__(self) -> Self:

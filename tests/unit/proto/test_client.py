@@ -2,9 +2,10 @@
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import grpc
 import pytest
 
 import everlift
@@ -27,6 +28,7 @@ from everlift import (
     RequestConflict,
     RouterStopping,
     Stream,
+    UnknownModel,
     UnknownRequest,
     Unreachable,
     errors,
@@ -288,7 +290,20 @@ async def test_stream_close_after_end_makes_no_call(wire: Wire) -> None:
 
 async def test_stream_close_without_router_does_not_fail() -> None:
     async with AsyncClient(f"127.0.0.1:{free_port()}") as client:
-        await client.generate(PROMPT).aclose()
+        stream = client.generate(PROMPT)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(stream), 0.02)
+        await stream.aclose()
+
+
+async def test_unread_stream_close_cancels_no_other_request(wire: Wire) -> None:
+    async with wire.router(faults=[Hold(2)]) as router, wire.client(router) as client:
+        other = client.generate(PROMPT, request_id="job")
+        await anext(other)
+        async with client.generate(PROMPT, request_id="job"):
+            pass
+        assert router.requests["job"].state == pb.REQUEST_STATE_RUNNING
+        assert router.calls == ["Generate"]
 
 
 async def test_attached_stream_close_does_not_cancel_request(wire: Wire) -> None:
@@ -433,6 +448,49 @@ async def test_stream_is_readable_after_read_timeout(wire: Wire) -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(anext(stream), 0.1)
         assert got + [chunk async for chunk in stream] == CHUNKS
+
+
+async def test_stream_read_timeout_is_no_router_failure(wire: Wire) -> None:
+    """Without retries, the first failure would end the stream."""
+    async with wire.router(faults=[Hold(0)] * 3) as router:
+        async with wire.client(router, reconnect_s=0) as client:
+            stream = client.generate(PROMPT)
+            for _ in range(3):
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(anext(stream), 0.05)
+            assert await stream.text() == TEXT
+
+
+async def test_stream_short_reads_end_failure_series(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(everlift.client.output_reader, "_STEADY_S", 0.15)
+    faults = [Break(0), *[Hold(0)] * 8, Break(0)]
+    async with wire.router(faults=faults) as router:
+        async with wire.client(router, reconnect_s=0.3) as client:
+            stream = client.generate(PROMPT)
+            while len(router.calls) < 9:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(anext(stream), 0.06)
+            assert await stream.text() == TEXT
+
+
+async def test_stream_reattaches_with_explain() -> None:
+    asked: list[bool] = []
+
+    class Router(FakeRouter):
+        async def Attach(
+            self, request: pb.AttachRequest, context: Any
+        ) -> AsyncIterator[pb.GenerateResponse]:
+            asked.append(request.explain)
+            async for piece in super().Attach(request, context):
+                yield piece
+
+    async with Router(faults=[Break(2), None, Break(2)]) as router:
+        async with AsyncClient(router.address) as client:
+            assert await client.generate(PROMPT, explain=True).text() == TEXT
+            assert await client.generate(PROMPT).text() == TEXT
+    assert asked == [True, False]
 
 
 async def test_request_id_is_idempotent_and_conflicts_on_other_body(wire: Wire) -> None:
@@ -717,6 +775,42 @@ async def test_forget_removes_request(wire: Wire) -> None:
         for ask in (client.forget, client.get_request, client.cancel):
             with pytest.raises(UnknownRequest):
                 await ask("r")
+
+
+class LosesAnswers(FakeRouter):
+    """Router that loses its first answer to each call that removes an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lost = set[str]()
+
+    async def Forget(self, request: pb.ForgetRequest, context: Any) -> pb.ForgetResponse:
+        return await self._lose_first("Forget", await super().Forget(request, context), context)
+
+    async def UnloadAdapter(
+        self, request: admin_pb2.UnloadAdapterRequest, context: Any
+    ) -> admin_pb2.UnloadAdapterResponse:
+        answer = await super().UnloadAdapter(request, context)
+        return await self._lose_first("UnloadAdapter", answer, context)
+
+    async def _lose_first(self, call: str, answer: Any, context: Any) -> Any:
+        if call not in self._lost:
+            self._lost.add(call)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "lost")
+        return answer
+
+
+async def test_client_removal_succeeds_if_its_answer_is_lost() -> None:
+    async with LosesAnswers() as router, AsyncClient(router.address) as client:
+        await client.load_adapter("sql", "org/sql")
+        await client.unload_adapter("sql")
+        with pytest.raises(UnknownModel):
+            await client.unload_adapter("sql")
+        await client.generate(PROMPT, request_id="r").text()
+        await client.forget("r")
+        with pytest.raises(UnknownRequest):
+            await client.forget("r")
+    assert router.calls.count("UnloadAdapter") == router.calls.count("Forget") == 3
 
 
 async def test_client_deadline_starts_at_first_call(wire: Wire) -> None:

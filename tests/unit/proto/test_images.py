@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import time
 
 import pytest
 from hypothesis import given
@@ -95,6 +96,23 @@ def test_jpeg_of_many_scans_is_refused() -> None:
     assert Image.checked(jpeg() + 100 * scan, "image")
     with pytest.raises(OutOfRange, match="more than 100 scans"):
         Image.checked(jpeg() + 101 * scan, "image")
+
+
+def test_jpeg_fill_bytes_take_no_time() -> None:
+    data = b"\xff\xd8" + b"\xff" * (4 << 20)
+    began = time.thread_time()
+    assert Image.checked(data + jpeg()[2:], "image").num_pixels == 1200
+    with pytest.raises(InvalidRequest, match="header of the image is invalid"):
+        Image.checked(data, "image")
+    # One step per fill byte takes seconds, and the hash of the file 10 ms.
+    assert time.thread_time() - began < 0.5
+
+
+def test_jpeg_of_many_markers_is_refused() -> None:
+    for marker in (b"\xff\x01", b"\xff\xe0\0\2"):
+        assert Image.checked(b"\xff\xd8" + 4000 * marker + jpeg()[2:], "image")
+        with pytest.raises(InvalidRequest, match="header of the image is invalid"):
+            Image.checked(b"\xff\xd8" + 5000 * marker + jpeg()[2:], "image")
 
 
 @given(st.sampled_from([data for _, data in ALL]), st.integers(0, 40), st.binary(max_size=40))

@@ -8,6 +8,7 @@ from collections import defaultdict
 import pytest
 
 from everlift import (
+    AsyncClient,
     Cancelled,
     DataLoss,
     DeadlineExceeded,
@@ -16,6 +17,7 @@ from everlift import (
     FinishReason,
     InvalidRequest,
     ManyStream,
+    NotUtf8,
     QueueFull,
     RequestConflict,
     RouterStopping,
@@ -326,6 +328,31 @@ async def test_generate_many_fails_over_from_stopped_router() -> None:
             assert await client.generate_many(PROMPTS).texts() == PROMPTS
 
 
+async def test_generate_many_resumes_at_next_router() -> None:
+    """Every request was accepted, so only the requests' own calls report the failed router."""
+    async with FakeRouter(faults=[Break(1)]) as failed, FakeRouter() as other:
+        other.requests = failed.requests
+        async with AsyncClient([failed.address, other.address]) as client:
+            assert await client.generate_many(["a b c"]).texts() == ["a b c"]
+    assert (failed.calls, other.calls) == (["GenerateMany 1"], ["Attach 1"])
+
+
+async def test_generate_many_request_leaves_stopping_router() -> None:
+    stopping = Refuse(RouterStopping(), index=1)
+    async with FakeRouter(faults=[stopping]) as failed, FakeRouter() as other:
+        async with AsyncClient([failed.address, other.address]) as client:
+            assert await client.generate_many(PROMPTS).texts() == PROMPTS
+    assert (failed.calls, other.calls) == (["GenerateMany 3"], ["Generate"])
+
+
+async def test_generate_many_cancelled_texts_close_the_stream(wire: Wire) -> None:
+    async with wire.router(faults=[Hold(1)]) as router, wire.client(router) as client:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.generate_many(PROMPTS, request_id="r").texts(), 0.1)
+        assert router.calls == ["GenerateMany 3", "Cancel"]
+        assert router.requests["r:0"].state == pb.REQUEST_STATE_CANCELLED
+
+
 async def test_generate_many_request_ids_are_idempotent(wire: Wire) -> None:
     async with wire.router() as router, wire.client(router) as client:
         assert await client.generate_many(["a", "b"], request_id="job").texts() == ["a", "b"]
@@ -351,6 +378,10 @@ async def test_generate_many_rejects_invalid_arguments(wire: Wire) -> None:
             client.generate_many(["a"], max_token=1)  # type: ignore[call-arg]
         with pytest.raises(InvalidRequest, match="request_id"):
             client.generate_many(["a"], request_id="no spaces")
+        with pytest.raises(NotUtf8):
+            client.generate_many(["a"], session_id="\udcff")
+        with pytest.raises(InvalidRequest, match="session_id must be a string"):
+            client.generate_many(["a"], session_id=5)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="at least 1"):
             client.generate_many(["a"], concurrency=0)
     assert router.calls == []

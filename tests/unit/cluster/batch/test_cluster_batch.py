@@ -168,6 +168,18 @@ async def test_rejected_batch_names_the_lines(tmp_path: Path) -> None:
         await run(FakeApi(status="failed"), tmp_path / "out.jsonl", [line("a")])
 
 
+async def test_batch_that_failed_earlier_is_run_again(tmp_path: Path) -> None:
+    api, path = FakeApi(status="failed"), tmp_path / "out.jsonl"
+    for _ in range(2):
+        with pytest.raises(BatchFailed):
+            await run(api, path, [line("a")])
+    api.status = "completed"
+    assert await run(api, path, [line("a")]) == 3
+    assert ids(path) == ["a"]
+    assert [key.rpartition("-")[2] for key in api.batches] == ["0", "1", "2"]
+    assert not any(batch["input_file_id"] in api.files for batch in api.batches.values())
+
+
 async def test_batch_is_split_by_number_of_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

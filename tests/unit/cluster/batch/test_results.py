@@ -117,6 +117,21 @@ def test_retry_replaces_the_error_of_a_line(tmp_path: Path) -> None:
         assert results.attempt("b") == 3
 
 
+def test_large_file_of_results_is_rewritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit of one write, which is 2 GiB in the kernel, is small here."""
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:4096]))
+    path = tmp_path / "out.jsonl"
+    with Results(path) as results:
+        for name in "abc":
+            results.append(bad(name, "m" * 2000))
+    with Results(path, retry_failed=True) as results:
+        results.append(good("a"))
+    assert ids(path) == ["a", "b", "c"]
+
+
 def test_interrupted_retry_is_resumed(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text("".join(json.dumps(bad(name)) + "\n" for name in "ab"))
