@@ -146,7 +146,7 @@ CASES = [
     message(
         "images for a model", "unsupported_content", role="system", content=[image_part("data:,")]
     ),
-    message("an image that is no base64", "invalid_request", content=[image_part(png_url(b"GIF"))]),
+    message("an image that is not", "invalid_request", content=[image_part(png_url(b"GIF"))]),
     chat("`chat_template`, unless", "unsupported", chat_template="a"),
     chat("prompt and `max_tokens`", "context_length_exceeded", max_tokens=100_000),
     completion("a prompt of `max_model_len`", "prompt_too_long", prompt=[5] * 100_000),
@@ -189,7 +189,7 @@ CASES = [
     resumption(
         "`Last-Event-ID` of an unknown", "unknown_request", 404, "b", f"0.0.{token_digest(()):016x}"
     ),
-    resumption("`Last-Event-ID` after output", "data_loss", 500, "c", BEHIND_OUTPUT),
+    resumption("`Last-Event-ID` that states output", "data_loss", 500, "c", BEHIND_OUTPUT),
     resumption("`Last-Event-ID` of a request", "forgotten_request", 404, "erased", BEHIND_OUTPUT),
     Case("a body above", "message_too_large", b" " * (33 << 20), status=413),
     Case("a body that is not JSON", "malformed_body", b"{"),
@@ -207,7 +207,7 @@ ELSEWHERE = (
     "`tools`, if the chat template",
     "messages that the chat template",
     "`truncate_prompt_tokens` or `prompt_logprobs` with images",
-    "a body whose rest",
+    "a body that has not arrived",
     "headers, trailers",
 )
 

@@ -12,7 +12,7 @@ from tests.support.router.admission_support import CONFIG, Cluster, paced
 FULL = Load(1, num_running=4, num_waiting=2, blocks_used=60)
 
 
-def test_eviction_comes_in_time_for_a_request_that_avoids_a_free_worker() -> None:
+def test_eviction_comes_in_time_despite_an_avoided_worker() -> None:
     cluster = full()
     cluster.add_worker("free", Load(1), paced())
     cluster.enqueue("high", priority=1, ttft_deadline=10.0, avoid="free", attempt=1, accepted=True)
