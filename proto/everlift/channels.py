@@ -17,7 +17,9 @@ CLIENT_OPTIONS: list[tuple[str, int]] = [
     # These options detect a frozen router or a broken network after 15 s, even on a stream that is
     # silent because its request is queued.
     ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    # This option and not keepalive_timeout_ms limits the wait for the answer to a ping; by default
+    # it is a minute.
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     # A restarted router is found soon. By default, gRPC waits up to two minutes between attempts to
     # reconnect.

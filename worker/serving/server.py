@@ -40,7 +40,7 @@ _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # A router that is frozen or unreachable loses its sequences after ten seconds.
     ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     # Routers may ping at any rate.
     ("grpc.http2.max_ping_strikes", 0),
