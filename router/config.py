@@ -175,7 +175,7 @@ class RouterConfig:
     #: largest number of queued requests; more are refused with RESOURCE_EXHAUSTED. everlift policy
     #: sets this, queue_ttl, refuse_late, order, undated_due, ageing_factor, starvation,
     #: class_floor, fair_share and tpot_target at run time
-    max_queued: Count = 10_000
+    max_queued: Annotated[int, Field(ge=1, lt=1 << 32)] = 10_000
     #: reject requests that are still queued after this many seconds (queue_timeout); 0 disables
     queue_ttl: NotNegative = 0.0
     #: reject requests that cannot meet their TTFT target or deadline, by the estimated wait: on
