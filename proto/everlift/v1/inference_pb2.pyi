@@ -530,8 +530,8 @@ class GenerateRequest(google.protobuf.message.Message):
     that ends the output is left out, unless include_stop is set.
     """
     attachment: builtins.bytes
-    """Data of an API that is stored with the request, at most 4 MiB. The cluster does not interpret
-    it. Routers use it for responses that clients retrieve later.
+    """Data of at most 4 MiB that a router stores with the request, for responses that clients
+    retrieve later. Clients must leave it empty.
     """
     truncate_prompt_tokens: builtins.int
     """Use only the last tokens of the prompt, at most this number. -1: as many as max_tokens leaves in

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TypeVar
 
 import grpc
-from google.protobuf.message import Message
 
-from everlift.errors import EverliftError, OutOfRange
+from everlift.errors import EverliftError, InvalidRequest, OutOfRange
 from everlift.messages import MAX_REQUESTS
 from everlift.request_id import is_request_id
 from everlift.trace_context import TRACERESPONSE
@@ -60,7 +59,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     return value, len(data) + 1
 
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", pb.GenerateRequest, pb.GenerateManyRequest)
 
 
 class InferenceServer:
@@ -93,7 +92,13 @@ class InferenceServer:
         try:
             if max_fields is not None and count(data, max_fields) > max_fields:
                 raise OutOfRange(f"the message has more than {max_fields} fields")
-            return parse(kind, data)
+            message = parse(kind, data)
+            requests = [message] if isinstance(message, pb.GenerateRequest) else message.requests
+            if any(request.attachment for request in requests):
+                raise InvalidRequest(
+                    "attachment must be empty: routers alone use it", field="attachment"
+                )
+            return message
         except EverliftError as error:
             self._inference.count_rejected(error)
             raise
