@@ -317,7 +317,7 @@ class ResponseAnswer:
         """Yield the JSON of a complete response, after an empty string for each parsed piece."""
         [choice] = choices
         reason = choice.finish_reason
-        for _ in self._reading(choice.text, choice.tokens, choice.logprobs, reason):
+        for _ in self.read(choice.text, choice.tokens, choice.logprobs, reason):
             yield ""
         yield encode(self.response(self.status, usage))
 
@@ -327,19 +327,11 @@ class ResponseAnswer:
         tokens: Sequence[int],
         logprobs: Sequence[pb.TokenLogprobs],
         finish_reason: str | None,
-    ) -> None:
-        """Add a whole output in one call; ``finish_reason`` is None if the output is unfinished."""
-        for _ in self._reading(text, tokens, logprobs, finish_reason):
-            pass
-
-    def _reading(
-        self,
-        text: str,
-        tokens: Sequence[int],
-        logprobs: Sequence[pb.TokenLogprobs],
-        finish_reason: str | None,
     ) -> Iterator[None]:
-        """Add a whole output; yield after each piece of its text."""
+        """Add a whole output, and yield after each piece of its text.
+
+        The caller must exhaust the iterator. ``finish_reason`` is None if the output is unfinished.
+        """
         self._add_tokens(tokens, logprobs, text, is_end=bool(finish_reason))
         for piece in pieces_of(text):
             self._add(piece)

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from pydantic import TypeAdapter
-from typing_extensions import TypedDict
+from pydantic_core import from_json, to_json
 
-from everlift.errors import OutOfRange
 from everlift.images import Image
+from router.api.http.fields import Fields
 from router.api.openai.responses.fields import LOGPROBS, InputTokensFields, ResponseFields
 from router.api.openai.responses.namespaces import own_names
 from router.chat.images import data_url
 
-#: First byte of the stored form, which distinguishes it from attachments of other APIs.
+#: First byte of the stored form. The attachments of all other requests are empty.
 _MARK = b"R"
-#: Maximum size of the stored form before its compression. A client of another API may send an
-#: attachment that looks like the stored form, and is a thousand times as large when unpacked.
-_MAX_BYTES = 16 << 20
 #: Beginning of the URL of an image in the stored form; the digest of the image follows.
 _STORED_IMAGE = "stored-image:"
 #: Members of the parts of a message that are URLs of images.
@@ -65,8 +60,7 @@ class Record:
 
     @classmethod
     def of(cls, fields: ResponseFields, created_at: int, ancestors: Sequence[str]) -> Self:
-        body = fields.model_dump(mode="json", by_alias=True, exclude_none=True)
-        return cls(body, created_at, tuple(ancestors))
+        return cls(_as_json(fields), created_at, tuple(ancestors))
 
     @property
     def is_stored(self) -> bool:
@@ -112,51 +106,38 @@ class Record:
         )
 
     def to_bytes(self, images: Sequence[Image] = ()) -> bytes:
-        """Return the stored form, which names ``images`` by their digests.
-
-        Raises OutOfRange if the stored form is too large.
-        """
+        """Return the stored form, which names ``images`` by their digests."""
         urls = {data_url(image): _stored_url(image) for image in images}
-        fields = asdict(replace(self, body=_with_urls(self.body, urls)))
-        data = json.dumps(fields, separators=(",", ":")).encode()
-        if len(data) > _MAX_BYTES:
-            raise OutOfRange(
-                f"the request has more than {_MAX_BYTES} bytes and cannot be stored: set store to "
-                "false, or shorten it",
-                field="input",
-            )
-        return _MARK + zlib.compress(data)
+        # dataclasses.asdict would copy every value of the body.
+        fields = {
+            "body": _with_urls(self.body, urls),
+            "created_at": self.created_at,
+            "ancestors": self.ancestors,
+        }
+        return _MARK + zlib.compress(to_json(fields))
 
     @classmethod
     def from_bytes(cls, data: bytes, images: Sequence[Image] = ()) -> Self | None:
-        """Return the record that ``to_bytes`` wrote; None if ``data`` is something else.
+        """Return the record that ``to_bytes`` wrote; None if ``data`` is empty.
 
         ``images`` are those that ``to_bytes`` received.
         """
         if data[:1] != _MARK:
             return None
-        inflater = zlib.decompressobj()
-        try:
-            text = inflater.decompress(data[1:], _MAX_BYTES + 1)
-            if not inflater.eof:
-                return None
-            record = cls(**_STORED.validate_json(text))
-            _ = record.prompt_fields
-        except (zlib.error, ValueError):
-            return None
+        record = cls(**from_json(zlib.decompress(data[1:])))
         urls = {_stored_url(image): data_url(image) for image in images}
         return replace(record, body=_with_urls(record.body, urls))
 
 
-class _Stored(TypedDict):
-    """Members of the stored form, named as the fields of Record."""
-
-    body: dict[str, Any]
-    created_at: int
-    ancestors: list[str]
-
-
-_STORED = TypeAdapter(_Stored)
+def _as_json(value: Any) -> Any:
+    """Return the JSON of fields; the values of other types are neither copied nor changed."""
+    if not isinstance(value, Fields):
+        return value
+    members = {
+        field.alias or name: _as_json(getattr(value, name))
+        for name, field in type(value).model_fields.items()
+    }
+    return {name: member for name, member in members.items() if member is not None}
 
 
 def _stored_url(image: Image) -> str:

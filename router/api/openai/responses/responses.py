@@ -149,7 +149,9 @@ class Responses:
         name = self._answering.set_session(call, name, generation, [message], session_id)
         record = Record.of(fields, await self._created_at(call, name), earlier.names)
         if fields.is_stored:
-            message.attachment = record.to_bytes(rendered.images)
+            message.attachment = await tokenizer.with_json(
+                record.body, lambda: record.to_bytes(rendered.images)
+            )
         parser = rendered.parser(name, 0, is_constrained=message.sampling.HasField("grammar"))
         vocabulary = self._answering.vocabulary(message)
         answer = ResponseAnswer(name, rendered.model.name, record, parser, vocabulary)
@@ -243,8 +245,12 @@ class Responses:
             return _Earlier()
         with _naming("previous_response_id"):
             chain = await self._stored.chain(call.caller, fields.previous_response_id)
+            turns = await tokenizer.with_json(
+                [[stored.record.body["input"], stored.output_items] for stored in chain],
+                lambda: [turn for stored in chain for turn in stored.turns],
+            )
             return _Earlier(
-                [turn for stored in chain for turn in stored.turns],
+                turns,
                 chain[-1].live.request.session_id,
                 [stored.name for stored in chain],
             )

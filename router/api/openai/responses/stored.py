@@ -101,12 +101,13 @@ class StoredResponses:
         answer = self.answer(live, record)
         choice = live.choices[0]
         reason = choice.finish_reason
-        answer.read(
+        for _ in answer.read(
             choice.output.whole_text,
             choice.output.tokens,
             [it.to_proto() for it in choice.output.logprobs],
             None if reason is None else reason.name.lower(),
-        )
+        ):
+            await asyncio.sleep(0)
         if reason is None and live.entry.state.is_final:
             answer.cut_off()
         return StoredResponse(strip_tenant(live.request.request_id), record, live, answer)
@@ -122,7 +123,7 @@ class StoredResponses:
 
     async def _read(self, caller: Caller, response_id: str) -> tuple[LiveRequest, Record]:
         live = await self._inference.read(caller, response_id.removeprefix(PREFIX))
-        record = Record.from_bytes(live.request.attachment, live.request.images)
+        record = await _record(live)
         if record is None or not response_id.startswith(PREFIX):
             raise UnknownRequest(f"there is no stored response {response_id}")
         return live, record
@@ -136,7 +137,7 @@ class StoredResponses:
             live = await self._inference.read(caller, name)
         except UnknownRequest:
             return None
-        record = Record.from_bytes(live.request.attachment)
+        record = await _record(live)
         return None if record is None else record.created_at
 
     def answer(self, live: LiveRequest, record: Record, after: int = FROM_START) -> ResponseAnswer:
@@ -184,3 +185,12 @@ class StoredResponses:
             part = names[start : start + READS_AT_ONCE]
             stored += await asyncio.gather(*(self.get(caller, PREFIX + name) for name in part))
         return stored
+
+
+async def _record(live: LiveRequest) -> Record | None:
+    """Return the record that is stored with a request; None if there is none."""
+    request = live.request
+    if not request.attachment:
+        return None
+    # Even a short attachment may be long when unpacked, so its length does not matter.
+    return await asyncio.to_thread(Record.from_bytes, request.attachment, request.images)

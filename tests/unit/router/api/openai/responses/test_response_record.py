@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import zlib
 
 import pytest
 
-from everlift.errors import OutOfRange
 from everlift.images import Image
+from router.api.http.fields import parse
+from router.api.openai.responses.fields import ResponseFields
 from router.api.openai.responses.record import Record
 from tests.support.images import png, png_url
 
@@ -43,39 +42,30 @@ def test_image_of_another_request_keeps_its_url() -> None:
     )
 
 
-def stored_form(value: object) -> bytes:
-    return b"R" + zlib.compress(json.dumps(value).encode())
-
-
-@pytest.mark.parametrize(
-    "attachment",
-    [
-        b"",
-        b"R",
-        b"Report 7",
-        stored_form([])[:-1],
-        stored_form([]),
-        stored_form({}),
-        stored_form({"body": 1, "created_at": 1, "ancestors": []}),
-        stored_form({"body": {}, "created_at": 1, "ancestors": []}),
-        stored_form({"body": {"input": 1}, "created_at": 1, "ancestors": []}),
-        stored_form({"body": {"input": "a"}, "created_at": 1, "ancestors": [1]}),
-        b"R" + zlib.compress(b"[" * 100_000),
-        b"R" + zlib.compress(b"\xff"),
-    ],
-    ids=itertools.count(),
-)
-def test_attachment_of_another_api_is_no_record(attachment: bytes) -> None:
+@pytest.mark.parametrize("attachment", [b"", b"\0{}"])
+def test_attachment_without_mark_is_no_record(attachment: bytes) -> None:
     assert Record.from_bytes(attachment) is None
 
 
-def test_unpacked_size_of_an_attachment_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = Record({"input": "a" * 1000}, 7)
+def test_fields_are_stored_as_the_client_sent_them() -> None:
+    body = {
+        "input": [{"role": "user", "content": "a", "more": None}],
+        "conversation": {"id": "c"},
+        "text": {"format": {"type": "json_schema", "schema": {"a": None}, "name": None}},
+        "include": ["message.output_text.logprobs"],
+        "max_tool_calls": 12345678901234567890,
+        "user": None,
+    }
+    stored = Record.of(parse(ResponseFields, body), 7, ["before"]).to_bytes()
+    del body["user"], body["text"]["format"]["name"]  # type: ignore[index]
+    assert Record.from_bytes(stored) == Record(body, 7, ["before"])
+
+
+def test_stored_form_is_written_without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = parse(ResponseFields, {"input": [{"role": "user", "content": "д"}]})
+    given = Record.of(fields, 7, ["before"])
+    assert given.body["input"] is fields.input
+    monkeypatch.setattr("copy.deepcopy", pytest.fail)
     stored = given.to_bytes()
-    size = len(zlib.decompress(stored[1:]))
-    monkeypatch.setattr("router.api.openai.responses.record._MAX_BYTES", size)
-    assert Record.from_bytes(given.to_bytes()) == Record({"input": "a" * 1000}, 7, [])
-    monkeypatch.setattr("router.api.openai.responses.record._MAX_BYTES", size - 2)
-    assert Record.from_bytes(stored) is None
-    with pytest.raises(OutOfRange, match="cannot be stored"):
-        given.to_bytes()
+    assert "д".encode() in zlib.decompress(stored[1:]), "an escape has three times its size"
+    assert Record.from_bytes(stored) == Record(given.body, 7, ["before"])
