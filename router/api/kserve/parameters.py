@@ -34,6 +34,9 @@ N = TypeVar("N", int, float)
 
 #: Name of the parameter whose value is a JSON object of other parameters.
 NESTED = "sampling_parameters"
+#: Maximum length of the text of NESTED in characters. The longest valid values, all escaped, have
+#: about 600,000 characters.
+_MAX_NESTED = 1 << 20
 #: Triton's priority that corresponds to Everlift's default class. In Triton, 1 is the highest
 #: priority and 0 stands for the default.
 _MIDDLE_PRIORITY = MAX_PRIORITY + 1
@@ -123,6 +126,8 @@ def _flat(parameters: Iterable[tuple[str, Values]]) -> Iterator[tuple[str, Value
 
 
 def _nested(text: str) -> Iterator[tuple[str, Values]]:
+    if len(text) > _MAX_NESTED:
+        raise OutOfRange(f"{NESTED} has {len(text)} characters; at most {_MAX_NESTED} are allowed")
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -215,6 +215,7 @@ def test_empty_texts_are_left_out() -> None:
         (asking(stop=1), "stop must be a string", InvalidRequest),
         (asking(sampling_parameters="{"), "is not JSON", InvalidRequest),
         (asking(sampling_parameters="[" * 100_000), "is not JSON", InvalidRequest),
+        (asking(sampling_parameters="{}" + " " * (1 << 20)), "at most 1048576", OutOfRange),
         (asking(sampling_parameters="[1]"), "is not a JSON object", InvalidRequest),
         (asking(sampling_parameters='{"n": []}'), "n has 0 values", InvalidRequest),
         (asking(sampling_parameters='{"n": [1, 2]}'), "n has 2 values", InvalidRequest),
