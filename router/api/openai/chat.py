@@ -9,6 +9,7 @@ from typing import NotRequired
 from typing_extensions import TypedDict
 
 from everlift.text import Vocabulary
+from router.api.http.streaming import Event
 from router.api.http.transcript import Collected, NewOutput, Usage
 from router.api.http.writer import around, array, encode
 from router.api.openai import logprobs, prompt_logprobs
@@ -114,8 +115,7 @@ class ChatAnswer(ChunkedAnswer):
 
     ``parser`` is called with the index of a choice, and returns a parser that separates the
     choice's text from its reasoning and tool calls. With ``has_reasoning`` the usage has the number
-    of reasoning tokens. After a reconnection, this number leaves out choices whose end the client
-    already had. ``prompt`` is the prompt whose log probabilities are returned (vLLM's
+    of reasoning tokens. ``prompt`` is the prompt whose log probabilities are returned (vLLM's
     ``prompt_logprobs``), or None. A stream has them in the first chunk of the first choice.
     ``token_ids`` is None if no token ids are returned.
     """
@@ -183,6 +183,13 @@ class ChatAnswer(ChunkedAnswer):
             if output.is_first:
                 chunk["prompt_token_ids"] = self._token_ids.prompt(output.choice)
         return chunk
+
+    def events(self, output: NewOutput, usage: Usage) -> Sequence[Event]:
+        if output.is_known:
+            # The usage has the reasoning tokens of this output, too.
+            self._deltas(output)
+            return ()
+        return super().events(output, usage)
 
     def _deltas(self, output: NewOutput) -> list[Delta]:
         """Parse the new text, and return the parts of the message that the client lacks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -33,7 +33,7 @@ from everlift.sampling import TokenLogprobs
 from everlift.text import Stops, TextState
 from everlift.v1 import inference_pb2 as pb
 from router.api.anthropic.answer import MessagesAnswer
-from router.api.http import errors, event_stream
+from router.api.http import endpoint, errors, event_stream
 from router.api.http.event_id import BEGIN, EventId, Position
 from router.api.http.fields import parse
 from router.api.http.streaming import StreamedAnswer
@@ -445,6 +445,18 @@ def test_usage_counts_the_tokens_of_the_reasoning(ends: Sequence[int]) -> None:
     assert "reasoning_content" not in whole["choices"][1]["message"]
 
 
+def test_usage_after_resumption_counts_all_reasoning() -> None:
+    read = interleaved(["hm.yes", "ü."], [1, 3])
+    answer, transcript = ANSWERS["thought"](), Transcript("r", 1, 2)
+    end = EventId.parse(stream(answer, transcript, read)[-1][0])
+    again, resumed = ANSWERS["thought"](), Transcript("r", 1, 2, end.positions)
+    for piece in read:
+        assert not again.events(resumed.read(0, piece), resumed.usage)
+    usage = answer.usage_chunk(transcript.usage)["usage"]
+    assert usage and usage["completion_tokens_details"] == {"reasoning_tokens": 4}
+    assert again.usage_chunk(resumed.usage)["usage"] == usage
+
+
 def test_completion_log_probabilities_have_text_offsets() -> None:
     answer = CompletionAnswer(ENVELOPE, TOKENIZER, has_logprobs=True)
     events = stream(answer, Transcript("r", 1, 1), interleaved(["abc"], [1]))
@@ -611,10 +623,15 @@ class TokenizeCall:
 async def test_tokenize_encodes_long_lists_in_parts(
     num_tokens: int, has_strings: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turns = 0
+    turns, lengths = 0, list[int]()
 
     async def with_text(length: int, work: Callable[[], Any]) -> Any:
         return work()
+
+    async def join_parts(parts: Iterable[str]) -> bytes:
+        parts = [*parts]
+        lengths.extend(map(len, parts))
+        return await endpoint.join_parts(parts)
 
     async def others() -> None:
         nonlocal turns
@@ -623,6 +640,7 @@ async def test_tokenize_encodes_long_lists_in_parts(
             await asyncio.sleep(0)
 
     monkeypatch.setattr(tokenizer, "with_text", with_text)
+    monkeypatch.setattr("router.api.openai.texts.join_parts", join_parts)
     renderer: Any = None
     texts = Texts(ServedModels([tokenizer.ServedModel.load("fake")]), renderer)
     call: Any = TokenizeCall(prompt="a" * num_tokens, return_token_strs=has_strings)
@@ -635,7 +653,9 @@ async def test_tokenize_encodes_long_lists_in_parts(
         "tokens": [97] * num_tokens,
         "token_strs": ["a"] * num_tokens if has_strings else None,
     }
-    assert turns >= (1 + has_strings) * num_tokens // (1 << 14)
+    assert turns >= len(lengths)
+    # Each value has at most three characters and a comma.
+    assert max(lengths) <= 4 * (1 << 14) + 2
 
 
 class Large:
