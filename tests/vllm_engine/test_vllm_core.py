@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from everlift.end_tokens import end_token_ids
+from everlift.errors import OutOfRange
 from everlift.hashes import BLOCK_SIZE, CHUNK_SIZE, chunk_hashes
 from everlift.model_files import ModelUnavailable
 from everlift.sampling import Grammar, GrammarKind, SamplingParams
@@ -30,12 +31,16 @@ from tests.support.worker.engine_contract import (
     sequence,
     without_watch,
 )
+from tests.support.worker.worker_support import limits
 from worker.config import WorkerConfig
+from worker.device.device_kind import DeviceKind
 from worker.engine.adapter import EngineAdapter, EngineBroken
+from worker.engine.images import ProcessedImages
 from worker.engine.outcome import Stop
 from worker.vllm_engine.build import build_engine
 from worker.vllm_engine.engine import VllmEngine
-from worker.vllm_engine.vllm_core import _vllm_config
+from worker.vllm_engine.params import MAX_GPU_ALLOWED_TOKENS, sampling_params
+from worker.vllm_engine.vllm_core import _device_kind, _vllm_config, in_own_blocks
 
 MODEL = Path(__file__).parents[2] / "cluster" / "demo_model"
 CONFIG = WorkerConfig(
@@ -43,6 +48,8 @@ CONFIG = WorkerConfig(
 )
 ENDS = frozenset(end_token_ids(MODEL))
 PROMPT = [1, 5, 9, 22, 33, 7]
+LIMITS = limits(num_blocks=64)
+SAMPLED: dict[str, Any] = {"sampling": SamplingParams(temperature=1.0, seed=11)}
 #: Every cut up to this token is tried.
 LENGTH = 64
 SCHEMA = (
@@ -174,6 +181,63 @@ def test_kv_cache_memory_is_divided_over_devices() -> None:
 def test_gguf_file_is_refused_by_name() -> None:
     with pytest.raises(ModelUnavailable, match="smollm2 is a GGUF file, which vLLM does not read"):
         build_engine(replace(CONFIG, model="smollm2"), without_watch)
+
+
+def test_blocks_of_another_size_are_counted_as_own_blocks() -> None:
+    # As vLLM has them for hybrids with Mamba layers, and for MLA on CPUs.
+    assert in_own_blocks(240, 544) == 4080 and in_own_blocks(100, BLOCK_SIZE) == 100
+    assert in_own_blocks(7, 16) == 3
+
+
+@pytest.mark.parametrize(
+    ("capability", "gigabytes", "kind"),
+    [
+        ((9, 0), 85, DeviceKind.LARGE_GPU),
+        ((8, 0), 85, DeviceKind.GPU),
+        (None, 150, DeviceKind.GPU),
+    ],
+)
+def test_device_kind_follows_from_capability_and_memory(
+    capability: tuple[int, int] | None,
+    gigabytes: int,
+    kind: DeviceKind,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    found = capability and DeviceCapability(*capability)
+    facts = {"get_device_capability": found, "get_device_total_memory": gigabytes * 10**9}
+    for name, value in {"is_cpu": False, **facts}.items():
+        monkeypatch.setattr(current_platform, name, lambda value=value: value)
+    assert _device_kind() is kind
+
+
+def test_seeds_of_choices_differ_and_stay_when_continued() -> None:
+    given = [sequence(PROMPT, choice=choice, **SAMPLED) for choice in range(4)]
+    seeds = [sampling_params(it, LIMITS, on_gpu=True).seed for it in given]
+    assert seeds[0] == 11 and len(set(seeds)) == 4
+    rests = [sequence(PROMPT, [7, 8], choice=choice, **SAMPLED) for choice in range(4)]
+    assert [sampling_params(it, LIMITS, on_gpu=True).seed for it in rests] == seeds
+
+
+def test_min_tokens_is_at_most_the_room_beside_an_image() -> None:
+    few = replace(LIMITS, max_model_len=32)
+    each = sequence(PROMPT, max_tokens=20, sampling=SamplingParams(min_tokens=18))
+    each.set_processed_images(ProcessedImages([*PROMPT, *range(10)], None), few)
+    params = sampling_params(each, few, on_gpu=False)
+    assert (params.min_tokens, params.max_tokens) == (16, 16)
+
+
+def test_allowed_tokens_beyond_the_limit_of_gpus_are_refused() -> None:
+    most, more = (
+        sequence(PROMPT, sampling=SamplingParams(allowed_token_ids=tuple(range(number))))
+        for number in (MAX_GPU_ALLOWED_TOKENS, MAX_GPU_ALLOWED_TOKENS + 1)
+    )
+    assert sampling_params(most, LIMITS, on_gpu=True).allowed_token_ids
+    assert sampling_params(more, LIMITS, on_gpu=False).allowed_token_ids
+    with pytest.raises(OutOfRange, match="at most 1024 on GPUs"):
+        sampling_params(more, LIMITS, on_gpu=True)
 
 
 def test_context_is_at_most_what_the_kv_cache_holds(tiny: VllmEngine) -> None:

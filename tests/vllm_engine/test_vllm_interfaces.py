@@ -17,10 +17,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from everlift.sampling import MAX_BANNED_SEQUENCE_TOKENS, MAX_BANNED_SEQUENCES
 from tests.support.worker.engine_contract import without_watch
 from worker.config import WorkerConfig
 from worker.vllm_engine import version
 from worker.vllm_engine.build import build_engine
+from worker.vllm_engine.params import MAX_GPU_ALLOWED_TOKENS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "worker" / "vllm_engine"
@@ -32,6 +34,8 @@ SIGNATURES: dict[str, dict[str, str]] = {
             "(self, usage_context=None, headless=False)"
         ),
         "vllm.platforms:current_platform.is_cpu": "()",
+        "vllm.platforms:current_platform.get_device_capability": "(device_id=0)",
+        "vllm.platforms:current_platform.get_device_total_memory": "(device_id=0)",
         "vllm.config:ModelConfig.get_vocab_size": "(self)",
         "vllm.v1.engine.core:EngineCore.__init__": (
             "(self, vllm_config, executor_class, log_stats, executor_fail_callback=None, "
@@ -259,6 +263,7 @@ ATTRIBUTES = {
         "scheduler.kv_event_publisher.publish",
         "scheduler.kv_event_publisher.shutdown",
         "scheduler.kv_cache_manager.block_pool.num_gpu_blocks",
+        "vllm_config.cache_config.block_size",
         "vllm_config.model_config.max_model_len",
         "vllm_config.model_config.is_multimodal_model",
         "vllm_config.use_v2_model_runner",
@@ -368,6 +373,16 @@ def test_started_core_has_the_attribute(core: Any, user: str, path: str) -> None
     for part in path.split("."):
         assert hasattr(it, part), f"{done} has no {part}, which worker/vllm_engine/{user}.py uses"
         it, done = getattr(it, part), f"{done}.{part}"
+
+
+def test_gpu_runner_takes_as_many_tokens_as_assumed(core: Any) -> None:
+    # The core's environment is set.
+    envs = found("vllm:envs")
+    assert envs.VLLM_MAX_NUM_BAD_WORDS >= MAX_BANNED_SEQUENCES
+    most = MAX_BANNED_SEQUENCES * MAX_BANNED_SEQUENCE_TOKENS
+    assert envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS >= most
+    state = "vllm.v1.worker.gpu.sample.logit_bias"
+    assert found(f"{state}:MAX_NUM_ALLOWED_TOKEN_IDS") == MAX_GPU_ALLOWED_TOKENS
 
 
 def stated() -> set[str]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from everlift.sampling import MAX_BANNED_SEQUENCE_TOKENS, MAX_BANNED_SEQUENCES
 from worker.config import WorkerConfig
 from worker.engine.step_times import STOPPED, Stopwatch
 from worker.vllm_engine.child import unlink_segments
@@ -24,6 +25,9 @@ _ENVIRONMENT = {
     # The model's files are there already, and nothing is reported to others.
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    # The model runner for GPUs fails if the banned sequences of a request exceed these.
+    "VLLM_MAX_NUM_BAD_WORDS": str(MAX_BANNED_SEQUENCES),
+    "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS": str(MAX_BANNED_SEQUENCES * MAX_BANNED_SEQUENCE_TOKENS),
 }
 
 

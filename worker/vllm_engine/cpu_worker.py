@@ -1,4 +1,4 @@
-"""Worker of vLLM on a CPU, whose sampling depends only on seed, choice and position.
+"""Worker of vLLM on a CPU, whose sampling depends only on seed and position.
 
 vLLM draws the noise of a seeded request from a generator with a state, which a continuation would
 have to replay. Here the generator is set anew for each token.
@@ -15,11 +15,10 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from worker.vllm_engine.child import end_with_rank, unlink_segments
-from worker.vllm_engine.params import CHOICE
 from worker.vllm_engine.scheduling import known_tokens
 
-#: Odd constants by which seeds and choices are spread over the generator's seeds.
-_SEED_FACTOR, _CHOICE_FACTOR = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
+#: Odd constant by which seeds are spread over the generator's seeds.
+_SEED_FACTOR = 0x9E3779B97F4A7C15
 _SEED_BITS = 63
 
 
@@ -60,9 +59,7 @@ class _ContinuingRunner(CPUModelRunner):
 
 def _seed(state: CachedRequestState) -> int:
     """Return the seed of the next token of a request."""
-    params = state.sampling_params
-    choice = (params.extra_args or {}).get(CHOICE, 0)
-    mixed = params.seed * _SEED_FACTOR + choice * _CHOICE_FACTOR + len(state.output_token_ids)
+    mixed = state.sampling_params.seed * _SEED_FACTOR + len(state.output_token_ids)
     return mixed % (1 << _SEED_BITS)
 
 

@@ -7,7 +7,7 @@ Everlift's own engine does, so that routers receive the same reports.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from heapq import heappop, heappush
 
 import numpy as np
@@ -38,9 +38,10 @@ _NO_TABLES = np.zeros((0, 0), np.int32)
 class VllmEngine:
     """Engine over a core of vLLM.
 
-    Each step runs in the context manager that ``within`` returns. The arguments of ``within`` are
-    the number of the step, from 0, and the maximum number of tokens of a step. ``stopwatch`` times
-    the parts of steps. ``sleep`` is called with seconds after a step that could compute nothing.
+    Each step that computes something runs in the context manager that ``within`` returns. The
+    arguments of ``within`` are the number of the step, from 0, and its number of tokens.
+    ``stopwatch`` times the parts of steps. ``sleep`` is called with seconds after a step that could
+    compute nothing.
     """
 
     def __init__(
@@ -139,8 +140,8 @@ class VllmEngine:
             return refused
         self._now, self._is_empty_step = now, True
         try:
-            with self._within(self._step, self._limits.max_num_batched_tokens):
-                sampled = self._core.step(self._begin_step)
+            with ExitStack() as watch:
+                sampled = self._core.step(lambda step: self._begin_step(step, watch))
         except Exception as error:
             log.exception("step failed", step=self._step)
             raise EngineBroken(f"step {self._step}: {error!r}") from error
@@ -154,11 +155,11 @@ class VllmEngine:
         self._stopwatch.lap(Part.COMMIT)
         return [*refused, *outcomes]
 
-    def _begin_step(self, step: ScheduledStep) -> None:
-        """Record what a step computes, before it runs."""
+    def _begin_step(self, step: ScheduledStep, watch: ExitStack) -> None:
+        """Record what a step computes, before it runs, and enter the step's context manager."""
         self._stopwatch.lap(Part.SCHEDULE)
         self._is_empty_step = False
-        self._step += 1
+        number, self._step = self._step, self._step + 1
         vacated = [self._preempt(self._running[key]) for key in step.preempted]
         starts = {row.key: row.start for row in step.rows}
         newcomers = [self._sequences[key] for key in step.admitted]
@@ -173,6 +174,7 @@ class VllmEngine:
         for row in step.rows:
             sequence = self._running[row.key]
             sequence.num_computed = sequence.position_of(row.start + row.count)
+        watch.enter_context(self._within(number, rows.num_tokens))
 
     def _admit(self, sequence: Sequence, num_cached: int) -> None:
         self._waiting.remove(sequence)

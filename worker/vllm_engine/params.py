@@ -8,35 +8,49 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output.backend_guidance import validate_guidance_grammar
 
-from everlift.errors import InvalidGrammar, InvalidRequest
+from everlift.errors import InvalidGrammar, InvalidRequest, OutOfRange
 from everlift.sampling import Grammar, GrammarKind
 from worker.engine.limits import Limits
 from worker.engine.sequence import Sequence
 
 #: Key of the output so far in the extra arguments of a request.
 KNOWN = "everlift_known"
-#: Key of the index of the choice, which the noise of sampling depends on.
-CHOICE = "everlift_choice"
+#: Largest number of allowed token ids in vLLM's model runner for GPUs, which fails beyond it.
+MAX_GPU_ALLOWED_TOKENS = 1024
+#: Odd constant by which the seeds of a request's choices differ.
+_CHOICE_FACTOR = 0xD1B54A32D192ED03
+#: vLLM's seeds are signed.
+_SEED_MASK = (1 << 63) - 1
 
 
-def sampling_params(sequence: Sequence, limits: Limits) -> SamplingParams:
-    """Return vLLM's parameters of a sequence. Raises InvalidRequest if vLLM rejects them."""
+def sampling_params(sequence: Sequence, limits: Limits, *, on_gpu: bool) -> SamplingParams:
+    """Return vLLM's parameters of a sequence, for its model runner for GPUs or that for CPUs.
+
+    Raises InvalidRequest if vLLM rejects them. Raises OutOfRange, an InvalidRequest, if the
+    sequence has more allowed tokens than the runner can hold.
+    """
     sampling = sequence.sampling
+    num_allowed = len(sampling.allowed_token_ids)
+    if on_gpu and num_allowed > MAX_GPU_ALLOWED_TOKENS:
+        raise OutOfRange(
+            f"allowed_token_ids has {num_allowed} tokens; vLLM takes at most "
+            f"{MAX_GPU_ALLOWED_TOKENS} on GPUs",
+            field="allowed_token_ids",
+        )
+    room = limits.max_model_len - sequence.num_prompt - sequence.num_image_tokens
+    max_tokens = min(sequence.max_tokens, room)
     fields: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
-        # vLLM's seeds are signed.
-        "seed": sampling.seed & ((1 << 63) - 1),
+        # vLLM's noise depends only on seed and position, and choices must differ.
+        "seed": (sampling.seed + sequence.key.choice * _CHOICE_FACTOR) & _SEED_MASK,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "repetition_penalty": sampling.repetition_penalty,
-        "min_tokens": min(sampling.min_tokens, sequence.max_tokens),
-        "max_tokens": min(
-            sequence.max_tokens,
-            limits.max_model_len - sequence.num_prompt - sequence.num_image_tokens,
-        ),
+        "min_tokens": min(sampling.min_tokens, max_tokens),
+        "max_tokens": max_tokens,
         "stop_token_ids": sorted(sequence.stop_token_ids),
         "ignore_eos": True,
         "detokenize": False,
@@ -45,10 +59,7 @@ def sampling_params(sequence: Sequence, limits: Limits) -> SamplingParams:
         "logit_bias": dict(sampling.logit_bias) or None,
         "allowed_token_ids": list(sampling.allowed_token_ids) or None,
         "structured_outputs": _structured(sampling.grammar),
-        "extra_args": {
-            KNOWN: sequence.tokens[sequence.num_prompt :],
-            CHOICE: sequence.key.choice,
-        },
+        "extra_args": {KNOWN: sequence.tokens[sequence.num_prompt :]},
     }
     try:
         params = SamplingParams(**fields)

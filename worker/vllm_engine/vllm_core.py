@@ -26,7 +26,7 @@ from everlift.hashes import BLOCK_SIZE
 from everlift.images import MAX_IMAGES
 from everlift.sampling import TokenLogprobs
 from worker.config import WorkerConfig
-from worker.device.device_kind import DeviceKind
+from worker.device.device_kind import DeviceKind, kind_of_gpu
 from worker.engine.blocks import ChunkChanges
 from worker.engine.limits import Limits
 from worker.engine.outcome import SequenceKey, Stop
@@ -87,12 +87,17 @@ class VllmCore:
             log_stats=False,
             executor_fail_callback=lambda: on_failure("a process of vLLM has ended"),
         )
+        # For some models, vLLM replaces the configured size when it starts.
+        self._block_size: int = self._config.cache_config.block_size
         self._scheduler: Any = self._core.scheduler
         self._pool = self._scheduler.kv_cache_manager.block_pool
         self._keys: dict[str, SequenceKey] = {}
         self._prefix_cache = PrefixCache()
-        # The scheduler passes the events of each step to its publisher.
-        self._scheduler.kv_event_publisher = _Publisher(self._prefix_cache)
+        # The scheduler passes the events of each step to its publisher. Routers cannot know the
+        # chunks of blocks of another size.
+        self._scheduler.kv_event_publisher = _Publisher(
+            self._prefix_cache if self._block_size == BLOCK_SIZE else None
+        )
         self._adapters = {
             adapter.name: LoRARequest(adapter.name, number, str(adapter.directory))
             for number, adapter in enumerate(adapters, 1)
@@ -111,17 +116,16 @@ class VllmCore:
     def _device(self, adapters: Mapping[str, str]) -> CoreDevice:
         model = self._config.model_config
         # One block is never used: vLLM's null block.
-        num_blocks = self._pool.num_gpu_blocks - 1
+        num_blocks = in_own_blocks(self._pool.num_gpu_blocks - 1, self._block_size)
         size = num_blocks, model.get_vocab_size(), model.max_model_len
         return CoreDevice(*size, _device_kind(), adapters)
 
     @property
     def num_free_blocks(self) -> int:
-        free: int = self._pool.get_num_free_blocks()
-        return free
+        return in_own_blocks(self._pool.get_num_free_blocks(), self._block_size)
 
     def add(self, sequence: EngineSequence) -> None:
-        params = sampling_params(sequence, self.limits)
+        params = sampling_params(sequence, self.limits, on_gpu=not _is_cpu())
         name, images = _name(sequence.key), sequence.processed_images
         request = EngineCoreRequest(
             request_id=name,
@@ -202,16 +206,27 @@ class VllmCore:
         self._core.shutdown()
 
 
+def in_own_blocks(count: int, block_size: int) -> int:
+    """Return how many of Everlift's blocks hold what ``count`` blocks of ``block_size`` tokens do.
+
+    The result is rounded down.
+    """
+    return count * block_size // BLOCK_SIZE
+
+
 class _Publisher:
     """Event publisher for vLLM's scheduler that applies the events to ``prefix_cache``.
 
-    Nothing is sent. Events of blocks with tokens of an image, and of later blocks, are ignored.
+    Nothing is sent. Events of blocks with tokens of an image, and of later blocks, are ignored; all
+    events are ignored if ``prefix_cache`` is None.
     """
 
-    def __init__(self, prefix_cache: PrefixCache) -> None:
+    def __init__(self, prefix_cache: PrefixCache | None) -> None:
         self._prefix_cache = prefix_cache
 
     def publish(self, batch: KVEventBatch) -> None:
+        if self._prefix_cache is None:
+            return
         for event in batch.events:
             if isinstance(event, BlockStored):
                 # Routers cannot know a block with tokens of an image, nor one after it.
@@ -275,7 +290,15 @@ def _name(key: SequenceKey) -> str:
 
 
 def _device_kind() -> DeviceKind:
-    return DeviceKind.CPU if _is_cpu() else DeviceKind.GPU
+    from vllm.platforms import current_platform
+
+    if _is_cpu():
+        return DeviceKind.CPU
+    # None on other platforms than CUDA and ROCm.
+    if (capability := current_platform.get_device_capability()) is None:
+        return DeviceKind.GPU
+    memory_bytes = current_platform.get_device_total_memory()
+    return kind_of_gpu(memory_bytes, (capability.major, capability.minor))
 
 
 def _is_cpu() -> bool:

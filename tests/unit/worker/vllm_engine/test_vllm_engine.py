@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from everlift.engine_policy import DEFAULT
 from everlift.errors import SettingsError
 from everlift.images import Image
+from everlift.sampling import MAX_BANNED_SEQUENCE_TOKENS, MAX_BANNED_SEQUENCES
 from everlift.settings import load
 from tests.support.images import png
 from tests.support.worker.engine_contract import prompt, run, sequence
@@ -27,6 +30,8 @@ from worker.engine.outcome import Abort, Outcome, Stop
 from worker.engine.sequence import NO_SLOT, Sequence
 from worker.engine.time_breakdowns import SequenceBreakdown, TimeBreakdowns
 from worker.vllm_engine import version
+from worker.vllm_engine.build import _ENVIRONMENT
+from worker.vllm_engine.core import SampledTokens, ScheduledStep
 from worker.vllm_engine.engine import VllmEngine
 
 LIMITS = limits(num_blocks=64)
@@ -49,16 +54,60 @@ def test_failed_step_breaks_the_engine() -> None:
         engine.step()
 
 
-def test_empty_step_sleeps() -> None:
+def test_empty_step_sleeps_and_is_not_watched() -> None:
     class Compiling(FakeCore):
-        def step(self, on_scheduled: object) -> list[object]:  # type: ignore[override]
+        def step(self, on_scheduled: Callable[[ScheduledStep], None]) -> list[SampledTokens]:
             return []
 
-    slept: list[float] = []
-    engine = VllmEngine(Compiling(LIMITS), LIMITS, sleep=slept.append)
+    slept, watched = list[float](), list[int]()
+
+    def within(step: int, num_tokens: int) -> AbstractContextManager[object]:
+        watched.append(step)
+        return nullcontext()
+
+    engine = VllmEngine(Compiling(LIMITS), LIMITS, within, sleep=slept.append)
     engine.add(sequence(prompt(5)))
     assert engine.step() == []
-    assert len(slept) == 1
+    assert len(slept) == 1 and watched == []
+
+
+def test_watchdog_gets_the_number_of_tokens_of_each_step() -> None:
+    few = limits(num_blocks=64, max_num_batched_tokens=8)
+    watched: list[tuple[int, int]] = []
+
+    def within(step: int, num_tokens: int) -> AbstractContextManager[object]:
+        watched.append((step, num_tokens))
+        return nullcontext()
+
+    run(VllmEngine(FakeCore(few), few, within), sequence(prompt(11), max_tokens=3))
+    assert watched == [(0, 8), (1, 3), (2, 1), (3, 1)]
+
+
+def test_step_runs_in_the_context_of_the_watchdog() -> None:
+    events: list[str] = []
+
+    class Recording(FakeCore):
+        def step(self, on_scheduled: Callable[[ScheduledStep], None]) -> list[SampledTokens]:
+            sampled = super().step(on_scheduled)
+            events.append("computed")
+            return sampled
+
+    class Watch(nullcontext[object]):
+        def __enter__(self) -> None:
+            events.append("begin")
+
+        def __exit__(self, *_: object) -> None:
+            events.append("end")
+
+    engine = VllmEngine(Recording(LIMITS), LIMITS, lambda *_: Watch())
+    run(engine, sequence(prompt(5), max_tokens=1))
+    assert events == ["begin", "computed", "end"]
+
+
+def test_environment_of_vllm_allows_all_banned_sequences() -> None:
+    most = MAX_BANNED_SEQUENCES * MAX_BANNED_SEQUENCE_TOKENS
+    assert int(_ENVIRONMENT["VLLM_MAX_NUM_BAD_WORDS"]) >= MAX_BANNED_SEQUENCES
+    assert int(_ENVIRONMENT["VLLM_MAX_BAD_WORDS_TOTAL_TOKENS"]) >= most
 
 
 def test_end_that_only_everlift_sees_removes_the_sequence() -> None:
