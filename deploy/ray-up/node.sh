@@ -69,7 +69,7 @@ stop_ledger() { # and wait until it has ended
 
 start_ledger() { # $1 is this node's address
     [ -f "$SECRETS/ledger.url" ] && return
-    mkdir -p -m 700 "$STATE" "$STATE/ledger"
+    mkdir -p -m 700 "$STATE/ledger"
     install -m 600 "$SECRETS/ledger.password" "$STATE/ledger/password"
     stop_ledger
     # setsid lets the ledger outlive the ssh session and `ray stop`.
@@ -106,6 +106,7 @@ case "${1-}" in
 setup) setup ;;
 head)
     write_login_profile
+    mkdir -p -m 700 "$STATE"
     here=$(address)
     start_ledger "$here"
     environment "$here"

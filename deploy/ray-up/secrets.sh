@@ -5,9 +5,18 @@ set -euo pipefail
 cd "$(dirname "$0")"
 umask 077
 mkdir -p secrets
-[ -f secrets/auth_token ] || openssl rand -hex 32 >secrets/auth_token
+
+new_secret() { # FILE
+    local secret
+    [ -s "secrets/$1" ] && return
+    # A redirection of openssl's output would leave an empty file, which a rerun keeps, if openssl fails.
+    secret=$(openssl rand -hex 32)
+    printf %s "$secret" >"secrets/$1"
+}
+
+new_secret auth_token
 if [ $# -gt 0 ]; then
     printf %s "$1" >secrets/ledger.url
-elif [ ! -f secrets/ledger.password ]; then
-    printf %s "$(openssl rand -hex 32)" >secrets/ledger.password
+else
+    new_secret ledger.password
 fi

@@ -81,21 +81,17 @@ def cluster(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     head, *workers = hosts.all
     config["provider"] |= {"head_ip": head.address, "worker_ips": [w.address for w in workers]}
     config["auth"] = {"ssh_user": "root", "ssh_private_key": str(hosts.key)}
-    config["file_mounts"] = {
-        "~/everlift": str(staged),
-        "~/everlift-secrets": str(file.parent / "secrets"),
-    }
     here = f"EVERLIFT_VENV={sys.prefix} PYTHONPATH={REPOSITORY}:{REPOSITORY / 'proto'}"
     config["setup_commands"] = []
     for role in ("head", "worker"):
         key = f"{role}_start_ray_commands"
         config[key] = [f"{here} {command}" for command in config[key]]
     file.write_text(yaml.safe_dump(config))
-    ray_up(hosts, "up", "-y", "--no-config-cache", str(file))
+    ray_up(staged, "up", "-y", "--no-config-cache", str(file))
     yield file
     stop = "bash ~/everlift/deploy/ray-up/node.sh stop-ledger"
-    ray_up(hosts, "exec", str(file), stop)
-    ray_up(hosts, "down", "-y", str(file))
+    ray_up(staged, "exec", str(file), stop)
+    ray_up(staged, "down", "-y", str(file))
     give_up = time.monotonic() + _DOWN_S
     # The last host has no power.
     for host in hosts.all[:-1]:
@@ -108,12 +104,13 @@ def _is_ours(process: str) -> bool:
     return any(word in process for word in ("raylet", "gcs_server", "everlift ledger", "valkey"))
 
 
-def ray_up(hosts: Hosts, *arguments: str) -> None:
+def ray_up(clone: Path, *arguments: str) -> None:
     ray = Path(sys.executable).with_name("ray")
     # With provider local the second autoscaler adds no node.
     environment = os.environ | {"RAY_UP_enable_autoscaler_v2": "0"}
     done = subprocess.run(
         [ray, *arguments],
+        cwd=clone,
         env=environment,
         timeout=_UP_S,
         check=False,

@@ -46,6 +46,26 @@ def test_ray_up_clusters_are_valid_for_ray(path: Path) -> None:
         assert command.endswith(f"node.sh {role}")
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_ray_up_mounts_resolve_in_the_root_of_a_clone(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = FILES.relative_to(FILES.parents[1])
+    shutil.copytree(FILES, tmp_path / folder, ignore=shutil.ignore_patterns("secrets"))
+    secrets(tmp_path / folder)
+    monkeypatch.chdir(tmp_path)
+    mounts = prepared(folder / path.name)["file_mounts"]
+    assert {local for local in mounts.values() if not Path(local).is_dir()} == set()
+    mounted = {
+        f"{remote}/{file.relative_to(local)}"
+        for remote, local in mounts.items()
+        for file in Path(local).rglob("*")
+    }
+    scripts = {f"~/everlift/{folder}/{name}" for name in ("node.sh", "settings.yaml")}
+    assert scripts | {"~/everlift-secrets/auth_token"} <= mounted
+
+
 def test_ray_up_containers_use_the_built_image() -> None:
     project = tomllib.loads((FILES.parents[1] / "pyproject.toml").read_text())["project"]
     # As tools/build_image.sh tags it.
@@ -160,6 +180,25 @@ def test_ray_up_login_shell_has_the_ledger_url(
     assert told() == ["none", str(programs / "ray")]
 
 
+def test_ray_up_head_deploys_with_an_external_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs, given = tmp_path / "everlift" / ".venv" / "bin", tmp_path / "everlift-secrets"
+    programs.mkdir(parents=True)
+    given.mkdir()
+    (given / "ledger.url").write_text("rediss://user:password@redis.example:6379")
+    for name in ("ray", "everlift", "serve"):
+        (programs / name).write_text(f'#!/bin/sh\necho "{name} $*"\n')
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("SSH_CONNECTION", "10.0.0.1 5 10.0.0.10 22")
+    done = node(tmp_path, "head")
+    assert done.returncode == 0, done.stderr
+    state = tmp_path / ".local" / "state" / "everlift"
+    assert done.stdout.splitlines()[-1] == f"serve deploy {state}/serve.yaml"
+    assert (state / "serve.yaml").read_text().startswith("everlift build --config ")
+    assert state.stat().st_mode & 0o077 == 0
+
+
 @pytest.mark.parametrize(("failures", "status"), [(0, 0), (2, 0), (3, 1)])
 def test_ray_up_node_retries_a_failed_ray_start(
     failures: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -222,6 +261,21 @@ def test_ray_up_secrets_are_private_and_created_once(tmp_path: Path) -> None:
     assert set(made) == {"auth_token", "ledger.password"}
     assert len(set(made.values())) == 2
     assert secrets(tmp_path) == made
+
+
+def test_ray_up_secrets_are_complete_after_a_failed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = tmp_path / "bin" / "openssl"
+    failing.parent.mkdir()
+    failing.write_text("#!/bin/sh\nexit 127\n")
+    failing.chmod(0o755)
+    with monkeypatch.context() as without_openssl:
+        without_openssl.setenv("PATH", str(failing.parent), prepend=os.pathsep)
+        for _ in range(2):
+            with pytest.raises(subprocess.CalledProcessError):
+                secrets(tmp_path)
+    assert all(len(secret) == 64 for secret in secrets(tmp_path).values())
 
 
 def test_ray_up_secrets_of_an_external_ledger_have_its_url(tmp_path: Path) -> None:
