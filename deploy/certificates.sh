@@ -20,8 +20,9 @@ new_key=(-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes)
 
 authority() { # NAME
     [ -f "authorities/$1.crt" ] && return
+    # Python 3.13 and newer reject an authority without key usage.
     openssl req -x509 "${new_key[@]}" -days 3650 -subj "/CN=everlift $1" \
-        -keyout "authorities/$1.key" -out "authorities/$1.crt"
+        -addext keyUsage=critical,keyCertSign,cRLSign -keyout "authorities/$1.key" -out "authorities/$1.crt"
 }
 
 certificate() { # AUTHORITY DIRECTORY NAMES

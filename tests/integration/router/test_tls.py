@@ -381,7 +381,13 @@ CERTIFICATES = Path(__file__).parents[3] / "deploy" / "certificates.sh"
 async def test_certificate_script_output_is_accepted_and_renewed(tmp_path: Path) -> None:
     router, internal, client = made(tmp_path)
     router = replace(router, internal_tls=internal)
+    # Python 3.13 and newer set these flags by default.
+    strict = ssl.create_default_context(cafile=client.ca)
+    strict.verify_flags |= ssl.VERIFY_X509_STRICT | ssl.VERIFY_X509_PARTIAL_CHAIN
+    strict.load_cert_chain(client.cert, client.key)
     async with cluster(1, 1, router, replace(WORKER, internal_tls=internal)) as parts:
+        http_address = parts.routers[0].http_address
+        assert (await said(http_address, strict)).startswith(b"HTTP/1.1 200 OK")
         assert await tokens(parts.address, client) == right_tokens(PROMPT, 8)
         before = Path(client.cert).read_bytes()
         assert made(tmp_path)[2] == client
