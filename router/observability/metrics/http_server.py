@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from http import HTTPStatus
 
 from prometheus_client import CollectorRegistry, Metric
@@ -80,17 +79,21 @@ class MetricsServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(await self._answer(head.decode("latin-1")))
-                await writer.drain()
-        except asyncio.LimitOverrunError:
-            writer.write(_response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE))
+                writer.write(await self._answer_next(reader))
+                writer.close()
+                await writer.wait_closed()
         except (TimeoutError, OSError, asyncio.IncompleteReadError):
             log.debug("metrics request failed or timed out")
         finally:
-            writer.close()
-            with suppress(OSError, asyncio.CancelledError):
-                await writer.wait_closed()
+            # A closed transport still waits for a peer that does not read its answer.
+            writer.transport.abort()
+
+    async def _answer_next(self, reader: asyncio.StreamReader) -> bytes:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.LimitOverrunError:
+            return _response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        return await self._answer(head.decode("latin-1"))
 
     async def _answer(self, head: str) -> bytes:
         request, *lines = head.split("\r\n")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from everlift.client.client import AsyncClient
 from everlift.errors import EverliftError, PromptTooLong, QueueFull
 from everlift.v1.inference_pb2 import Usage
+from router.observability.metrics import http_server
 from router.observability.metrics.catalogue import (
     CATALOGUE,
     LEDGER_OPERATIONS,
@@ -22,7 +25,7 @@ from router.observability.metrics.catalogue import (
 )
 from tests.support.in_process import ROUTER, WORKER, Cluster, cluster, receive, until
 from tests.support.router.keyring import Keyring
-from tests.support.router.scrape import Samples, fetch, scraped
+from tests.support.router.scrape import PLAIN, Samples, fetch, scraped
 
 #: Whose labels have no values in a cluster without this.
 WITHOUT = {
@@ -275,6 +278,25 @@ async def test_silent_metrics_connections_do_not_block_router_stop() -> None:
         assert await reader.read() == b""
         writer.close()
         await writer.wait_closed()
+
+
+async def test_metrics_stalled_reader_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def expose(accept: str) -> tuple[str, bytes]:
+        # More than the kernel buffers for a connection.
+        return PLAIN, bytes(16 << 20)
+
+    monkeypatch.setattr(http_server, "_MOST_CONNECTIONS", 1)
+    monkeypatch.setattr(http_server, "_TIMEOUT_S", 0.1)
+    server = http_server.MetricsServer(CollectorRegistry())
+    monkeypatch.setattr(server, "expose", expose)
+    await server.start("127.0.0.1", 0)
+    host, port = server.address.rsplit(":", 1)
+    with socket.create_connection((host, int(port))) as stalled:
+        stalled.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        await until(lambda: bool(server._answering))
+        await until(lambda: not server._answering)
+        assert (await fetch(server.address, "GET /live HTTP/1.1")).startswith("HTTP/1.1 200 ")
+    await server.stop()
 
 
 async def test_metrics_empty_host_disables_endpoint() -> None:
