@@ -57,12 +57,21 @@ async function refused(answer) {
 export async function* events(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
-  for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return;
-    const parts = (rest + value).split("\n\n");
-    rest = parts.pop();
-    for (const part of parts) yield read(part);
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      const parts = (rest + value).split("\n\n");
+      rest = parts.pop();
+      for (const part of parts) {
+        const [kind, data] = read(part);
+        // A block without data, as a keep-alive comment, is no event.
+        if (data.length) yield [kind, data.join("\n")];
+      }
+    }
+  } finally {
+    // Otherwise the router continues a request whose answer is no longer read.
+    await reader.cancel();
   }
 }
 
@@ -73,5 +82,5 @@ function read(event) {
     if (line.startsWith("event: ")) kind = line.slice(7);
     else if (line.startsWith("data: ")) data.push(line.slice(6));
   }
-  return [kind, data.join("\n")];
+  return [kind, data];
 }

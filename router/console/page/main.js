@@ -63,7 +63,12 @@ function show(changed) {
   health.show(changed, all);
   tryIt.show(changed);
   admin.show(changed, all);
-  if (document.hidden) return;
+  if (!document.hidden) draw(changed);
+}
+
+// Updates the parts that need not be up to date while the page is hidden.
+function draw(changed) {
+  const all = cluster.sections;
   lanes.draw();
   // Parts that show times are updated once per second.
   const isSecond = Math.floor(cluster.at) !== shownAt;
@@ -77,6 +82,11 @@ function show(changed) {
   scaling.show(all.scaling, all.router?.models, cluster.at);
   recent.show(cluster);
 }
+
+document.addEventListener("visibilitychange", () => {
+  // Changes that arrived while the page was hidden do not come again. Before the first frame there is nothing to draw.
+  if (!document.hidden && cluster.at) draw(cluster.sections);
+});
 
 $("key-form").addEventListener("submit", (event) => {
   event.preventDefault();

@@ -466,6 +466,44 @@ async def test_page_policy_reset_discards_unsaved_input(url: str, chromium: Brow
         )
 
 
+async def test_page_shows_changes_that_arrived_while_hidden(url: str, chromium: Browser) -> None:
+    hide = """is => {
+        Object.defineProperty(document, "hidden", {get: () => is, configurable: true});
+        document.dispatchEvent(new Event("visibilitychange"));
+    }"""
+    async with opened(chromium, url) as page:
+        line = page.locator("#queue-line")
+        await expect(line).to_contain_text("order fifo")
+        await page.evaluate(hide, True)
+        await page.select_option("#policy-order", "hrrn")
+        await page.click("#policy-form button[type=submit]")
+        # This form is updated from the same section as the line, also while the page is hidden.
+        label = page.locator("label[for=policy-order]")
+        await expect(label).to_have_class("overridden")
+        await expect(line).to_contain_text("order fifo")
+        await page.evaluate(hide, False)
+        assert "order hrrn" in await line.inner_text()
+
+
+async def test_page_event_stream_skips_comments_and_cancels_body(
+    url: str, chromium: Browser
+) -> None:
+    read = """async () => {
+        const { events } = await import(new URL("api.js", document.baseURI));
+        const text = new TextEncoder().encode(": keep-alive\\n\\ndata: 1\\n\\n");
+        let cancel;
+        const isCancelled = new Promise((resolve) => (cancel = () => resolve(true)));
+        const start = (controller) => controller.enqueue(text);
+        const answer = new Response(new ReadableStream({ start, cancel }));
+        let first;
+        for await (first of events(answer)) break;
+        const isLate = new Promise((resolve) => setTimeout(resolve, 1000, false));
+        return [first, await Promise.race([isCancelled, isLate])];
+    }"""
+    async with opened(chromium, url) as page:
+        assert await page.evaluate(read) == [["message", "1"], True]
+
+
 @pytest.mark.long
 async def test_page_names_missing_workers_without_drain_estimate(chromium: Browser) -> None:
     async with cluster(1, 0) as parts, opened(chromium, url_of(parts)) as page:
