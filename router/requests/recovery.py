@@ -188,8 +188,8 @@ class Takeover:
     def schedule_takeover_of_unanswered(self, request_id: str) -> None:
         """Take over, in the background, a request whose submission failed, if the ledger has it.
 
-        A client that chose the request's id may submit it again, so the request is treated as if its
-        last reader had left. A request with a generated id is cancelled, because nobody knows it.
+        A client that chose the request's id may submit it again, so the request is treated as if
+        its last reader had left. A request with a generated id is cancelled: nobody knows the id.
         """
         self._tasks.spawn(self._take_over_unanswered(request_id))
 

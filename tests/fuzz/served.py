@@ -187,6 +187,8 @@ class _NoWorkers:
 class _OfNothing:
     """A status."""
 
+    http_address = ""
+
     async def describe(self, caller: Caller) -> pb.GetStatusResponse:
         return pb.GetStatusResponse()
 

@@ -218,12 +218,13 @@ async def test_streams_continue_or_pause_during_ledger_outage(
 
 async def test_end_of_a_choice_releases_no_withheld_tokens(ledger: SlowLedger) -> None:
     ledger.is_away = True
-    async with started_gateway(ledger, replace(CONFIG, unledgered=0.0)) as gateway:
+    async with started_gateway(ledger, replace(CONFIG, unledgered=0.05)) as gateway:
         live, epoch = await begin(gateway, "ab")
-        await until(lambda: gateway.requests.ledger_status().away)
+        await until(lambda: live.choices[0].readable == 2)
+        await asyncio.sleep(0.1)
         gateway.make(epoch, 2, "c", EOS)
         await until(lambda: True in gateway.requests.attempts.writer._away_since)
-        assert live.choices[0].readable == 0
+        assert live.choices[0].readable == 2
         ledger.is_away = False
         ledger.let.set()
         await until(lambda: live.is_over)
