@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from statistics import fmean
 
 from everlift.messages import BATCH_PRIORITY
@@ -39,9 +40,11 @@ from router.config import RouterConfig
 _SPARED_S = 5.0
 #: Seconds after which a request is tried again whose adapter no worker serves.
 _ADAPTER_RETRY_S = 1.0
-#: Seconds after which a request is tried again that avoids the only worker with capacity for it. The
-#: time is shorter than the one in which the request may evict others (``Evictions``).
+#: Seconds after which a request is tried again that avoids the only worker with capacity for it,
+#: fewer than the request has for evicting others (``Evictions``).
 _AVOIDED_RETRY_S = 0.25
+#: Maximum number of requests that wait for no particular worker and are tried at each placement.
+_MOST_TRIED = 64
 #: An evicted request is spared for at least this many times its recompute time, so that it makes
 #: progress in between.
 _SPARED_FACTOR = 3
@@ -433,7 +436,7 @@ class ModelQueue:
         if not len(self._parking):
             return placed
         head = self._head(now, ledger_now)
-        for worker_id in self._parking.workers():
+        for worker_id in filter(None, self._parking.workers()):
             while len(placed) < limit and (parked := self._parking.first(worker_id)) is not None:
                 waiting = parked.waiting
                 if not self._queue.is_parked(waiting.request_id):
@@ -441,17 +444,35 @@ class ModelQueue:
                     continue
                 if head is not None and head.priority > waiting.priority:
                     break
-                if worker_id:
-                    taken = self._placement.take(worker_id, waiting)
-                else:
-                    taken = self._placement.choose(waiting)
+                taken = self._placement.take(worker_id, waiting)
                 if taken is None:
                     break
                 # The worker may have evicted the prefix meanwhile, or may have more to compute.
                 choice = self._placement.choose(waiting) or taken
                 one = Placed(waiting, choice.worker_id, make_epoch(), (), choice.cached_tokens)
                 placed.append(self._dispatch(one, now, ledger_now))
+        for waiting in self._parked_anywhere():
+            if len(placed) == limit or (head is not None and head.priority > waiting.priority):
+                break
+            if (found := self._placement.choose(waiting)) is not None:
+                one = Placed(waiting, found.worker_id, make_epoch(), (), found.cached_tokens)
+                placed.append(self._dispatch(one, now, ledger_now))
         return placed
+
+    def _parked_anywhere(self) -> list[Waiting]:
+        """Return requests that wait for no particular worker, those of higher classes first.
+
+        The requests that were parked first are considered, ``_MOST_TRIED`` at most.
+        """
+        # Removes the requests that have left from the beginning of the line.
+        self._parking.first("")
+        found = [parked.waiting for parked in islice(self._parking.line(""), _MOST_TRIED)]
+        able = [
+            it
+            for it in found
+            if self._queue.is_parked(it.request_id) and self._placement.serves(it.adapter)
+        ]
+        return sorted(able, key=lambda it: -it.priority)
 
     def _queue_wait(self, waiting: Waiting, now: float) -> session_pb2.QueueWait:
         message = self._queue.queue_wait(waiting, self._order.name, now, is_fair=self._is_fair)

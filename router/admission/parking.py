@@ -128,6 +128,13 @@ class Parking:
         self._lines.pop(worker_id, None)
         return None
 
+    def line(self, worker_id: str) -> Iterator[Parked]:
+        """Yield the requests that wait for a worker, the one that has waited longest first."""
+        for number, request_id in self._lines.get(worker_id, ()):
+            parked = self._parked.get(request_id)
+            if parked is not None and parked.number == number:
+                yield parked
+
     def expire(self, now: float) -> Iterator[Parked]:
         """Remove and yield the requests whose wait has ended at ``now``."""
         while self._ends and self._ends[0][0] <= now:

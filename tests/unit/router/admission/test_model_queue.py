@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
+from typing import Any
 from unittest.mock import patch
 
 from hypothesis import given
@@ -111,6 +112,23 @@ def test_request_avoiding_the_only_free_worker_blocks_no_other() -> None:
     cluster.placement.report("full", Load(2, num_running=4, num_waiting=1), 0.1)
     assert [(it.waiting.request_id, it.worker_id) for it in cluster.place(0.1)] == [
         ("first", "full")
+    ]
+
+
+def test_parked_requests_are_tried_by_class_and_block_no_other() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    for name, load in (("free", Load(1)), ("full", Load(1, num_running=4, num_waiting=2))):
+        cluster.add_worker(name, load)
+    avoiding: dict[str, Any] = {"avoid": "free", "attempt": 1, "accepted": True}
+    cluster.enqueue("unserved", adapter="sql", accepted=True)
+    for name, priority in (("low", 0), ("high", 1)):
+        assert not cluster.place()
+        cluster.enqueue(name, priority=priority, **avoiding)
+    assert not cluster.place()
+    cluster.placement.report("full", Load(2, num_running=4, num_waiting=1), 0.1)
+    assert [(it.waiting.request_id, it.worker_id) for it in cluster.place(0.1)] == [
+        ("high", "full")
     ]
 
 
