@@ -263,7 +263,7 @@ def _body(data: bytes) -> None:
     if isinstance(read, ResponseFields):
         record = Record.of(read, 1, ["a"])
         again = Record.from_bytes(record.to_bytes())
-        if again is None or again.body != record.body:
+        if again.body != record.body:
             raise Finding("a stored response differs")
     if isinstance(read, MessagesFields | ResponseFields):
         submissions.of_chat(read.generation, "hi", None).SerializeToString()

@@ -113,8 +113,10 @@ async def test_openai_client_uses_responses_and_conversations(tmp_path: Path) ->
         await check(address, *checks, EVERLIFT_MODEL="caller")
         page = await parts.ledger.list_requests("")
         requests = [(await parts.ledger.read(it.request_id)).request for it in page.entries]
-    records = [(Record.from_bytes(it.attachment), it.session_id) for it in requests]
-    sessions = [(it.conversation_id, session) for it, session in records if it is not None]
+    responses = [it for it in requests if it.attachment]
+    sessions = [
+        (Record.from_bytes(it.attachment).conversation_id, it.session_id) for it in responses
+    ]
     spliced = [pair for pair in sessions if pair[0] is not None]
     # Turns of a conversation are spliced from the ledger's tokens, because they are one session.
     assert all(conversation == session for conversation, session in spliced)

@@ -15,8 +15,6 @@ from router.api.openai.responses.fields import LOGPROBS, InputTokensFields, Resp
 from router.api.openai.responses.namespaces import own_names
 from router.chat.images import data_url
 
-#: First byte of the stored form. The attachments of all other requests are empty.
-_MARK = b"R"
 #: Beginning of the URL of an image in the stored form; the digest of the image follows.
 _STORED_IMAGE = "stored-image:"
 #: Members of the parts of a message that are URLs of images.
@@ -114,17 +112,12 @@ class Record:
             "created_at": self.created_at,
             "ancestors": self.ancestors,
         }
-        return _MARK + zlib.compress(to_json(fields))
+        return zlib.compress(to_json(fields))
 
     @classmethod
-    def from_bytes(cls, data: bytes, images: Sequence[Image] = ()) -> Self | None:
-        """Return the record that ``to_bytes`` wrote; None if ``data`` is empty.
-
-        ``images`` are those that ``to_bytes`` received.
-        """
-        if data[:1] != _MARK:
-            return None
-        record = cls(**from_json(zlib.decompress(data[1:])))
+    def from_bytes(cls, data: bytes, images: Sequence[Image] = ()) -> Self:
+        """Return the record that ``to_bytes`` wrote, with the ``images`` that it received."""
+        record = cls(**from_json(zlib.decompress(data)))
         urls = {_stored_url(image): data_url(image) for image in images}
         return replace(record, body=_with_urls(record.body, urls))
 

@@ -190,6 +190,7 @@ class StoredResponses:
 async def _record(live: LiveRequest) -> Record | None:
     """Return the record that is stored with a request; None if there is none."""
     request = live.request
+    # Only requests of responses have an attachment.
     if not request.attachment:
         return None
     # Even a short attachment may be long when unpacked, so its length does not matter.
