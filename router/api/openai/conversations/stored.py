@@ -38,8 +38,8 @@ from router.ledger.entry import State
 from router.ledger.objects import ObjectConflict, object_name
 from router.requests import tokenizer
 
-#: Why the output of a response cannot be read.
-Missing = UnknownRequest | UnknownModel
+#: Errors for which the output of a response cannot be read.
+_Unreadable = UnknownRequest | UnknownModel
 
 _KIND = "conversations"
 _ID = re.compile(r"conv_[0-9a-f]{32}")
@@ -210,7 +210,7 @@ class StoredConversations:
     def _parts(
         self,
         reference: ResponseReference,
-        responses: Mapping[str, StoredResponse | Missing],
+        responses: Mapping[str, StoredResponse | _Unreadable],
         conversation_id: str,
     ) -> tuple[Parts, bool]:
         """Return the items of a response, and whether it is unfinished."""
@@ -229,21 +229,21 @@ class StoredConversations:
 
     async def _read(
         self, caller: Caller, record: ConversationRecord
-    ) -> dict[str, StoredResponse | Missing]:
+    ) -> dict[str, StoredResponse | _Unreadable]:
         """Read the responses whose items were not copied into ``record``; return them by name.
 
         A response without a request is represented by its UnknownRequest, and one whose model is no
         longer served by its UnknownModel.
         """
         references = [it for it in record.references if it.parts is None]
-        found: dict[str, StoredResponse | Missing] = {}
+        found: dict[str, StoredResponse | _Unreadable] = {}
         for start in range(0, len(references), READS_AT_ONCE):
             names = [it.name for it in references[start : start + READS_AT_ONCE]]
             read = await asyncio.gather(*(self._response(caller, name) for name in names))
             found.update(zip(names, read, strict=True))
         return found
 
-    async def _response(self, caller: Caller, name: str) -> StoredResponse | Missing:
+    async def _response(self, caller: Caller, name: str) -> StoredResponse | _Unreadable:
         try:
             return await self._responses.get(caller, PREFIX + name)
         except (UnknownRequest, UnknownModel) as error:
