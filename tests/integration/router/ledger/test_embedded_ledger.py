@@ -234,13 +234,23 @@ def test_server_password_is_stable_and_unique_per_ledger(
     assert urls[0] == urls[1] != urls[2]
 
 
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "run"
+    directory.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
+    return directory
+
+
+@pytest.fixture
+def deep(tmp_path: Path) -> Path:
+    """State directory whose path is too long for a socket."""
+    return tmp_path / ("d" * 100)
+
+
 def test_socket_moves_to_runtime_dir_for_long_path(
-    server: EmbeddedLedger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: EmbeddedLedger, runtime: Path, deep: Path
 ) -> None:
-    runtime = tmp_path / "run"
-    runtime.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    deep = tmp_path / ("d" * 100)
     url = server.start(deep)
     [directory] = runtime.iterdir()
     assert urlsplit(url).path == str(directory / "socket")
@@ -252,12 +262,8 @@ def test_socket_moves_to_runtime_dir_for_long_path(
 
 
 def test_failed_restart_does_not_move_the_socket(
-    server: EmbeddedLedger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: EmbeddedLedger, runtime: Path, deep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runtime = tmp_path / "run"
-    runtime.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    deep = tmp_path / ("d" * 100)
     url = server.start(deep)
     kill(server.pid)
     while server.is_running:
