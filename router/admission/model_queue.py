@@ -425,7 +425,10 @@ class ModelQueue:
     def _place_parked(
         self, now: float, ledger_now: float, limit: int, make_epoch: Callable[[], int]
     ) -> list[Placed]:
-        """Dispatch parked requests whose worker has credit for them now, ``limit`` at most.
+        """Dispatch parked requests that can be dispatched now, ``limit`` at most.
+
+        The worker that a request waits for must have credit for it; if the request waits for no
+        particular worker, any worker may have it.
 
         A request goes to the worker that is the best one now, which may differ from the one that it
         waited for. A request stays parked if the queue's next request is of a higher class. Parked

@@ -129,7 +129,10 @@ class Parking:
         return None
 
     def line(self, worker_id: str) -> Iterator[Parked]:
-        """Yield the requests that wait for a worker, the one that has waited longest first."""
+        """Yield the requests that wait for a worker, the one that has waited longest first.
+
+        The empty id stands for no particular worker.
+        """
         for number, request_id in self._lines.get(worker_id, ()):
             parked = self._parked.get(request_id)
             if parked is not None and parked.number == number:
