@@ -25,6 +25,8 @@ _MARGIN_S = 0.5
 
 #: Number of bytes that are parsed before the limit of unread messages is checked again.
 _PARSED_BYTES = 4 << 10
+#: Maximum number of bytes of answers that a call sends before other calls have their turn.
+_PUMPED_BYTES = 64 << 10
 #: Approximate memory overhead of a queued message in bytes, in addition to its content.
 _MESSAGE_COST = 64
 
@@ -109,7 +111,8 @@ class Call:
         self._encoding = IDENTITY
         self._initial: Metadata = ()
         self._has_sent_head = self._must_send_head = self._is_closed = False
-        self._queue: deque[bytes] = deque()
+        #: framed answers; the first may be the unsent rest of one
+        self._queue: deque[bytes | memoryview] = deque()
         self._unsent_bytes = 0
         self._writable: asyncio.Future[None] | None = None
         self._serialize: Callable[[Any], bytes] = bytes
@@ -382,12 +385,12 @@ class Call:
     # sending, called by the connection
 
     @property
-    def is_blocked(self) -> bool:
-        """Return whether queued data waits because the client's flow-control window is full."""
+    def has_queued(self) -> bool:
+        """Return whether data of the call waits to be sent."""
         return bool(self._queue)
 
     def pump(self, http2: Http2) -> bool:
-        """Send what the flow-control windows allow; return whether the call has ended."""
+        """Send a part that the flow-control windows allow; return whether the call has ended."""
         if self._source is not None:
             self._poll_source(self._source)
         if self._status is not None and not (
@@ -409,22 +412,25 @@ class Call:
         return True
 
     def _send_queue(self, http2: Http2) -> None:
+        allowed = min(http2.window(self.stream_id), _PUMPED_BYTES)
+        if allowed <= 0:
+            return
         data = self._queue.popleft() if len(self._queue) == 1 else b"".join(self._queue)
         self._queue.clear()
-        window = http2.window(self.stream_id)
         frame = http2.max_outbound_frame_size
-        if len(data) <= window and len(data) <= frame:
+        if len(data) <= allowed and len(data) <= frame:
             http2.send(self.stream_id, data)
-            sent = len(data)
+            self._unsent_bytes = 0
         else:
-            sent = 0
-            while sent < min(len(data), window):
-                part = data[sent : min(sent + frame, window)]
-                http2.send(self.stream_id, part)
-                sent += len(part)
-            if sent < len(data):
-                self._queue.append(data[sent:])
-        self._unsent_bytes = len(data) - sent
+            end = min(len(data), allowed)
+            # Views, because a copy of the rest at every part would make a large answer's cost
+            # quadratic.
+            view = memoryview(data)
+            for start in range(0, end, frame):
+                http2.send(self.stream_id, view[start : min(start + frame, end)])
+            if end < len(view):
+                self._queue.append(view[end:])
+            self._unsent_bytes = len(view) - end
         if self._writable is not None and self._can_write and not self._writable.done():
             self._writable.set_result(None)
 

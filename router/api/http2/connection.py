@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import Any, Protocol, cast
 
 from h2.config import H2Configuration
@@ -43,6 +44,8 @@ _METADATA_FACTOR = 4
 #: in their calls long before that, so the buffer then has replies of HTTP/2 itself, for example to
 #: PING frames, which the client does not read.
 _MAX_UNSENT_BYTES = 4 << 20
+#: Number of bytes in the write buffer, or collected in one flush, above which answers wait in
+#: their calls.
 _WRITE_HIGH = 256 << 10
 _UNKNOWN_HEAD = Head("", (), None, "identity")
 
@@ -69,7 +72,10 @@ class Connection(asyncio.Protocol):
         self._calls: dict[int, Call] = {}
         #: calls with something to send, in the order in which they got it
         self._ready: dict[Call, None] = {}
-        #: calls with data that flow control holds back
+        #: former ready calls, which send before those of _ready: in this flush or in later ones
+        self._turns: deque[Call] = deque()
+        #: calls with data that flow control holds back; those that have sent nothing for longest
+        #: come first
         self._blocked: dict[Call, None] = {}
         self._is_window_updated = False
         self._unfinished_bytes = 0
@@ -225,7 +231,7 @@ class Connection(asyncio.Protocol):
         stream_id = event.stream_id if isinstance(event, WindowUpdated) else 0
         if stream_id:
             call = self._calls.get(stream_id)
-            if call is not None and call.is_blocked:
+            if call is not None and call.has_queued:
                 self._ready[call] = None
         else:
             # A client may send many such frames, so its calls are checked once for all of them, in
@@ -267,31 +273,51 @@ class Connection(asyncio.Protocol):
             if self._is_window_updated:
                 self._is_window_updated = False
                 self._ready.update(self._blocked)
-            ready, self._ready = self._ready, {}
-            for call in ready:
-                if self._calls.get(call.stream_id) is call:
-                    self._pump(call)
+            self._pump_ready()
         if data := self._http2.data_to_send():
             self._transport.write(data)
             if self._transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
                 log.warning("client does not read its answers; its connection is aborted")
                 self._transport.abort()
+        if (self._turns or self._ready) and not self._is_paused:
+            self._schedule_flush()
         self._close_if_idle()
 
+    def _pump_ready(self) -> None:
+        """Pump the ready calls in turn, until the flush has enough data."""
+        if not self._turns:
+            self._turns.extend(self._ready)
+            self._ready.clear()
+        while self._turns and self._http2.num_unsent < _WRITE_HIGH:
+            call = self._turns.popleft()
+            if self._calls.get(call.stream_id) is call:
+                self._pump(call)
+
     def _pump(self, call: Call) -> None:
+        window = self._http2.outbound_flow_control_window
         try:
             is_over = call.pump(self._http2)
         except ProtocolError:
             call.cancel()
             is_over = True
-        if call.is_blocked and not is_over:
-            self._blocked[call] = None
-        else:
+        if is_over or not call.has_queued:
             self._blocked.pop(call, None)
+        else:
+            self._wait(call, has_sent=self._http2.outbound_flow_control_window < window)
         if is_over:
             del self._calls[call.stream_id]
             self._finish_stream(call.stream_id)
             call.close()
+
+    def _wait(self, call: Call, *, has_sent: bool) -> None:
+        """Let a call with unsent data wait for the client's window, or for its next turn."""
+        if has_sent:
+            # The call moves behind those that wait for the same window.
+            self._blocked.pop(call, None)
+        if self._http2.window(call.stream_id) > 0:
+            self._ready[call] = None
+        else:
+            self._blocked[call] = None
 
     def _finish_stream(self, stream_id: int) -> None:
         stream = self._http2.streams.get(stream_id)
@@ -315,14 +341,11 @@ class Connection(asyncio.Protocol):
         self._schedule_flush()
 
     def shut_down(self) -> None:
-        """End all calls, send their statuses, and close the connection."""
+        """End all calls, and close the connection when their statuses are sent."""
         for call in tuple(self._calls.values()):
             call.shut_down()
         self._is_going_away = True
-        self._is_paused = False
-        self._flush()
-        if not self._is_closed:
-            self._transport.close()
+        self._schedule_flush()
 
     def abort(self) -> None:
         self._transport.abort()

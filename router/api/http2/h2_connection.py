@@ -55,7 +55,12 @@ class Http2(H2Connection):
             self.outbound_flow_control_window, self.streams[stream_id].outbound_flow_control_window
         )
 
-    def send(self, stream_id: int, data: bytes) -> None:
+    @property
+    def num_unsent(self) -> int:
+        """Number of bytes that ``data_to_send`` would return."""
+        return len(self._data_to_send)
+
+    def send(self, stream_id: int, data: bytes | memoryview) -> None:
         """Queue a DATA frame (RFC 9113, section 6.1) on an open stream.
 
         ``data`` must fit in the window and in one frame. The method is equivalent to ``send_data``,

@@ -1,4 +1,4 @@
-"""The server's HPACK decoder, which knows again what a client sends call after call."""
+"""HPACK decoder of the server, which caches the header blocks that clients repeat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages on a gRPC stream, whatever the cuts and whatever a client makes of them."""
+"""Messages on a gRPC stream, in packets of any size, including malformed ones."""
 
 import gzip
 import struct
