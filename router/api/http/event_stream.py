@@ -25,6 +25,9 @@ _MAX_EVENTS_PER_TURN = 64
 #: Number of bytes of events after which other tasks get a turn as well, because events with log
 #: probabilities take long to encode.
 _MAX_BYTES_PER_TURN = 64 << 10
+#: Number of characters without an event, such as output that the client has, after which other
+#: tasks get a turn. A resumed stream may begin with a long output, and parsing takes long.
+_MAX_SILENT_CHARS = 4096
 #: Comment line that keeps proxies from closing an idle connection; SSE parsers ignore it.
 _COMMENT = b": keep-alive\n\n"
 _HEADERS = (
@@ -83,13 +86,16 @@ class Events:
     def poll(self) -> bytes | None:
         """Return the next events; None if there are none yet, or if the last ones were returned.
 
+        Also return None after much output without an event. The event loop then calls the function
+        of ``listen`` in its next turn.
+
         ``is_over`` becomes true when the last events are returned. Raises the error of a failed
         request, and DataLoss if the output differs from the output that the client has.
         """
         if self._first:
             events, self._first = self._first, ()
             return self._written(events)
-        transcript = self._transcript
+        transcript, num_silent = self._transcript, 0
         while (numbered := self._generation.poll()) is not None:
             output = transcript.read(*numbered)
             events = self._answer.events(output, transcript.usage)
@@ -97,6 +103,10 @@ class Events:
                 before = self._id if len(events) > 1 else ""
                 transcript.mark_read(output.choice)
                 return self._written(events, before)
+            num_silent += len(numbered[1].text)
+            if num_silent >= _MAX_SILENT_CHARS:
+                asyncio.get_running_loop().call_soon(self._generation.on_more)
+                return None
         if self._generation.is_over and not self._is_over:
             self._is_over = True
             return self._written(self._answer.last_events(transcript.usage, transcript.spans))

@@ -69,14 +69,16 @@ class HttpServer:
     def close_when_idle(self) -> None:
         """Close each connection after its current answers, so that its client opens a new one."""
         for connection in list(self._state.connections):
-            connection.shutdown()
+            assert isinstance(connection, Connection)
+            connection.close_when_idle()
 
     async def stop(self, grace_s: float) -> None:
         """Stop listening, give answers ``grace_s`` seconds to end, and close all connections."""
         if self._server is None:
             return
         self._server.close()
-        self.close_when_idle()
+        for connection in list(self._state.connections):
+            connection.shutdown()
         if self._state.tasks:
             await asyncio.wait(self._state.tasks, timeout=grace_s)
         for connection in list(self._state.connections):

@@ -75,7 +75,7 @@ def test_body_reads_any_json_object(value: dict[str, object], ascii: bool) -> No
 
 
 def what_it_is(number: str) -> int | float | None:
-    """None of what is refused."""
+    """Return the value of a number, or None if it must be refused."""
     if number.lstrip("-").isdigit():
         return int(number) if len(number.lstrip("-")) <= 20 else None
     return float(number) if math.isfinite(float(number)) else None

@@ -1,4 +1,4 @@
-"""A connection holds as many requests as its bounds say, whatever its client sends."""
+"""HTTP connections: bounds on unanswered requests, ignored upgrades, and refused CONNECT."""
 
 from __future__ import annotations
 
@@ -19,22 +19,29 @@ MOST = connection._MAX_UNANSWERED
 
 
 class App:
-    """Answers nobody before it ``may``."""
+    """Application that answers no request until ``may`` is set."""
 
     def __init__(self) -> None:
         self.may = asyncio.Event()
         self.num_asked = 0
+        self.bodies: list[tuple[str, bytes]] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.num_asked += 1
         await self.may.wait()
+        body, more_body = b"", True
+        while more_body:
+            message = await receive()
+            body += message.get("body", b"")
+            more_body = message.get("more_body", False)
+        self.bodies.append((scope["path"], body))
         headers = [(b"content-length", b"2")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": b"ok"})
 
 
 class Line:
-    """A connection, its transport, and what answers there."""
+    """Connection with its transport and its application."""
 
     def __init__(self) -> None:
         self.app, self.transport, self._state = App(), Transport(), ServerState()
@@ -81,10 +88,52 @@ async def test_connection_closes_on_too_many_unanswered_requests(line: Line, at_
         for _ in range(MOST + 1):
             line.connection.data_received(REQUEST)
     assert line.transport.is_closing() and not line.transport.written
-    # No request was made of the rest.
+    # The rest was not parsed into requests.
     assert len(line.connection._writers) == 1 + len(line.connection.pipeline) == MOST
-    # TLS hands out what it has got even then.
+    # A closing TLS transport still delivers data that it has received.
     line.connection.data_received(REQUEST)
     assert not line.transport.written
     await line.close()
     assert line.app.num_asked == 1
+
+
+UPGRADE = b"Connection: Upgrade, x\r\nX:\r\nUpgrade: "
+WITH_LENGTH = b"POST /a?b HTTP/1.1\r\n" + UPGRADE + b"h2c\r\nContent-Length: 3\r\n\r\nabc"
+IN_CHUNKS = (
+    b"POST /c HTTP/1.1\r\n" + UPGRADE + b"h2c\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"2\r\nde\r\n1\r\nf\r\n0\r\n\r\n"
+)
+WEBSOCKET = b"GET /w HTTP/1.1\r\n" + UPGRADE + b"websocket\r\n\r\n"
+
+
+async def test_connection_ignores_upgrade_in_packets_of_any_size(line: Line) -> None:
+    sent = WITH_LENGTH + IN_CHUNKS + WEBSOCKET + REQUEST
+    bodies = [("/a", b"abc"), ("/c", b"def"), ("/w", b""), ("/", b"")]
+    line.app.may.set()
+    for end in range(1, len(sent)):
+        line.connection.data_received(sent[:end])
+        line.connection.data_received(sent[end:])
+        await line.answered()
+        assert line.app.bodies == bodies
+        line.app.bodies.clear()
+    for byte in sent:
+        line.connection.data_received(bytes([byte]))
+    await line.answered()
+    assert line.app.bodies == bodies
+    assert line.transport.written.count(b"HTTP/1.1 200 OK") == len(bodies) * len(sent)
+    assert not line.transport.is_closing()
+
+
+async def test_connection_closes_after_ignored_upgrade_if_asked_to(line: Line) -> None:
+    line.app.may.set()
+    line.connection.data_received(WITH_LENGTH.replace(b"Upgrade,", b"close, Upgrade,"))
+    await line.answered()
+    assert line.app.bodies == [("/a", b"abc")]
+    assert line.transport.is_closing() and b"connection: close" in line.transport.written
+
+
+@pytest.mark.parametrize("target", [b"a:443", b"/a"])
+async def test_connection_refuses_connect(line: Line, target: bytes) -> None:
+    line.connection.data_received(b"CONNECT " + target + b" HTTP/1.1\r\nHost: a\r\n\r\nxyz")
+    assert line.transport.written.startswith(b"HTTP/1.1 400 ") and line.transport.is_closing()
+    assert line.app.num_asked == 0
