@@ -13,9 +13,9 @@ queue have all slots in use.
 
 Workers are added, as many as needed, if requests are queued and their estimated wait exceeds half
 of ``ttft_target``. While ``r`` is unknown, one worker is added at a time, when all others have been
-up for ``ttft_target`` seconds. If there is no worker, any queued request suffices. Otherwise queued
-requests in the class of batches count neither as queued tokens nor as arrivals: they use the
-workers that are there.
+up for ``ttft_target`` seconds. If there is no worker, any queued request suffices. Otherwise the
+queued tokens, arrivals and waits of the class of batches do not count: its requests use the workers
+that are there.
 
 A rush is a recent arrival rate that is above the throughput of all workers, and higher than the
 previous rate by more than chance explains. In a rush, workers are added as soon as the estimated

@@ -83,7 +83,11 @@ class QueuePolicy:
         is_missing = report is not None and load is None and len(report.load.models) > 0
         if is_missing and not self._is_missing:
             assert report is not None
-            log.error("model unknown", model=self._model, known=sorted(report.load.models))
+            log.error(
+                "model of the autoscaler is not served",
+                model=self._model,
+                known=sorted(report.load.models),
+            )
         self._is_missing = is_missing
 
     def _settings(self, context: AutoscalingContext, load: ClusterLoad | None) -> AutoscaleConfig:

@@ -26,7 +26,8 @@ _FEW = 64
 class TokenCounters:
     """Virtual token counters of tenants in one priority class, and numbers of their requests.
 
-    A tenant is backlogged while it has a queued request of this class.
+    A tenant is backlogged while it has a queued request of this class. A request that is parked for
+    no particular worker (``Wait``) does not count, because its tenant cannot be served.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class TokenCounters:
 
     @property
     def waiting(self) -> Mapping[str, int]:
-        """Number of queued requests of each tenant that has any."""
+        """Number of queued requests of each backlogged tenant."""
         return self._waiting
 
     def counter_of(self, tenant: str) -> float:
@@ -69,7 +70,7 @@ class TokenCounters:
             self._prune()
 
     def note_removed(self, tenant: str) -> None:
-        """Record that a request of the tenant has left the queue, for any reason."""
+        """Record that a request of the tenant has left the queue or no longer counts."""
         self._waiting[tenant] -= 1
         if not self._waiting[tenant]:
             del self._waiting[tenant]
@@ -169,7 +170,8 @@ class FairShare:
         self._output_token = output_token
         self._weight_of = weight_of
         self._of_class: dict[int, TokenCounters] = {}
-        #: predicted tokens to compute for queued requests, by class and tenant
+        #: number of queued requests, and predicted tokens to compute for them, by class and tenant
+        self._numbers: dict[tuple[int, str], int] = {}
         self._work: dict[tuple[int, str], int] = {}
         #: False during the handover: tenants that were backlogged under the previous leader are not
         #: newly backlogged, so their counters are not raised
@@ -187,6 +189,7 @@ class FairShare:
         tenant = tenant_of(waiting.request_id)
         self.counters(waiting.priority).note_queued(tenant, lift=self._lifts)
         key = waiting.priority, tenant
+        self._numbers[key] = self._numbers.get(key, 0) + 1
         self._work[key] = self._work.get(key, 0) + waiting.work_tokens
 
     def note_removed(self, waiting: Waiting) -> None:
@@ -194,24 +197,39 @@ class FairShare:
         tenant = tenant_of(waiting.request_id)
         self.counters(waiting.priority).note_removed(tenant)
         key = waiting.priority, tenant
+        self._numbers[key] -= 1
         self._work[key] -= waiting.work_tokens
-        if not self._work[key]:
-            del self._work[key]
+        if not self._numbers[key]:
+            del self._numbers[key], self._work[key]
+
+    def note_parked(self, waiting: Waiting) -> None:
+        """Record that a queued request is parked for no particular worker.
+
+        The request no longer makes its tenant backlogged. Otherwise, the tenant's counter would
+        stay the smallest one, to which the counters of other tenants are raised.
+        """
+        self.counters(waiting.priority).note_removed(tenant_of(waiting.request_id))
+
+    def note_unparked(self, waiting: Waiting) -> None:
+        """Record that a queued request is no longer parked for no particular worker."""
+        tenant = tenant_of(waiting.request_id)
+        self.counters(waiting.priority).note_queued(tenant, lift=self._lifts)
 
     def work_before(self, ordered: Ordered) -> int:
         """Estimate the queued work, in tokens, that leaves before the new request ``ordered``.
 
         Only work of the request's class counts. The queued work W of the request's tenant leaves
-        first and raises the tenant's counter by W / weight. The counters of all other tenants with
-        queued requests rise as much meanwhile. The estimate is thus W, plus W / weight for each
-        other tenant, which is assumed to have weight 1 and enough queued work. Return 0 if the
-        request's tenant has no queued request.
+        first and raises the tenant's counter by W / weight. The counters of all other backlogged
+        tenants rise as much meanwhile. The estimate is thus W, plus W / weight for each of them,
+        which are assumed to have weight 1 and enough queued work. Return 0 if the request's tenant
+        has no queued request.
         """
         tenant = tenant_of(ordered.request_id)
         own = self._work.get((ordered.priority, tenant), 0)
         if not own:
             return 0
-        others = len(self.counters(ordered.priority).waiting) - 1
+        backlogged = self.counters(ordered.priority).waiting
+        others = len(backlogged) - (tenant in backlogged)
         return round(own * (1 + others / self._weight_of(tenant)))
 
     def counter_of(self, ordered: Ordered) -> float:
@@ -247,9 +265,7 @@ class FairShare:
     def queues(self) -> list[session_pb2.TenantQueue]:
         """Return the 64 longest queues by tenant and class, the longest first. O(tenants)."""
         waiting = (
-            (queued, tenant, priority)
-            for priority, counters in self._of_class.items()
-            for tenant, queued in counters.waiting.items()
+            (queued, tenant, priority) for (priority, tenant), queued in self._numbers.items()
         )
         return [
             session_pb2.TenantQueue(tenant=tenant, priority=priority, queued=queued)

@@ -174,7 +174,9 @@ class HandoverSender:
     The messages also carry updates of requests, during the handover and after it. ``waiting``
     yields the router's queued requests, sorted by ``policy``, and ``running`` its dispatched ones.
     Each message takes the next part of ``waiting``, or of ``running`` if ``waiting`` is used up.
-    ``generation`` names the run of the ledger's servers to which the router has re-sent its state.
+
+    ``generation`` is an id that changes when the ledger's servers restart or fail over and may have
+    lost data. The router has re-sent all state that the ledger may have lost up to this generation.
     """
 
     def __init__(

@@ -48,6 +48,11 @@ class Queued:
         self.parked_s = 0.0
         self.wait: Wait | None = None
 
+    @property
+    def is_parked_without_worker(self) -> bool:
+        """Return whether the request is parked and waits for no particular worker."""
+        return self.is_parked and self.wait is not None and not self.wait.worker_id
+
     def __lt__(self, other: Queued) -> bool:
         """Return whether this object is outdated; an outdated heap entry sorts first.
 

@@ -164,10 +164,11 @@ class ModelQueue:
         """Return the seconds that the next request has waited; 0 if there is none.
 
         Parked requests (``Wait``) are left out. The time counts from the next request's arrival or,
-        if it has been dispatched before, from when it was queued again.
+        if it has been dispatched before, from when it was queued again. The result is also 0 if the
+        next request has the class BATCH_PRIORITY, because its wait requires no further worker.
         """
         head = self._queue.peek(ledger_now)
-        if head is None:
+        if head is None or head.priority == BATCH_PRIORITY:
             return 0.0
         since_s = self._queue.waited_s(head, now) if head.has_run else ledger_now - head.arrived
         return max(0.0, since_s)
@@ -549,6 +550,7 @@ class ModelQueue:
             return None
         for victim in eviction.victims:
             self._spared[victim.request_id] = now + self._spared_s(victim)
+        self._evictions.record(eviction, now)
         return Placed(head, eviction.worker_id, make_epoch(), eviction.victims)
 
     def _wait_for(
@@ -655,11 +657,12 @@ class ModelQueue:
         self._spared[running.request_id] = now + _SPARED_S
 
     def prune(self, now: float) -> None:
-        """Drop expired exemptions from eviction and from moves, and outdated output reservations.
+        """Drop expired exemptions from eviction and moves, old victims and outdated reservations.
 
         The call also reports a completed handover to ``FairShare.handover_ended``.
         """
         self._spared = {r: until for r, until in self._spared.items() if until > now}
+        self._evictions.prune(now)
         self._output_reservations.prune(self._placement.workers, now)
         if self._fair_share is not None and self._handover.is_complete(now):
             self._fair_share.handover_ended()

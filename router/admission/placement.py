@@ -217,13 +217,12 @@ class Placement:
     def acknowledge(self, worker_id: str, epoch: int) -> None:
         """Drop the reservation of capacity for the dispatch ``epoch`` at a worker.
 
-        Call it when the worker's reported load includes the dispatch.
+        Call it for each choice that the worker acknowledges: its reported load includes the choice.
         """
         if (worker := self._workers.get(worker_id)) is not None:
-            claim = worker.unacknowledged.drop(epoch)
+            worker.unacknowledged.drop(epoch)
             worker.coming_adapters.pop(epoch, None)
-            # Only the leader that dispatched it knows the number of choices.
-            worker.num_arrived += 1 if claim is None else claim.choices
+            worker.num_arrived += 1
             self._on_worker_changed(worker_id)
 
     def cancel(self, worker_id: str, epoch: int) -> None:

@@ -27,6 +27,9 @@ _MARGIN_S = 0.5
 _STEPS = 3
 #: Maximum number of victims of one eviction.
 _MAX_VICTIMS = 8
+#: An evicted request that has not left its worker after this many seconds no longer counts as
+#: leaving: the eviction may have been lost.
+_LEAVING_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,9 @@ def _wait_s(waiting: Waiting, workers: Mapping[str, WorkerView]) -> float:
 class Evictions:
     """Eviction policy; ``occupants`` returns the ids of the requests in the slots of a worker.
 
+    The ids are those of the worker's last report, one for each sequence. The worker reports its
+    load more often than its slots.
+
     A worker is chosen only if the dispatched request can start there soon. The worker must have no
     tokens to prefill before the request, or at most ``max_pending_prefill`` including the request's
     own. Only tokens of the request's priority class and higher ones count, because the
@@ -100,6 +106,8 @@ class Evictions:
         self._running = running
         self._occupants = occupants
         self._max_pending_prefill = max_pending_prefill
+        #: by worker: evicted requests that may still have their slots, with the times of eviction
+        self._evicted: dict[str, list[tuple[float, Running]]] = {}
 
     def choose(
         self,
@@ -126,6 +134,22 @@ class Evictions:
         worker = workers[eviction.worker_id]
         margin = _margin(worker, self._prefill_ahead(waiting, eviction.worker_id, worker))
         return eviction if slack <= max(wait, margin) else None
+
+    def record(self, eviction: Eviction, now: float) -> None:
+        """Count the resources of an eviction's victims as free from now on, until they have left.
+
+        ``now`` is in seconds. The victims must be spared for at least _LEAVING_S seconds.
+        """
+        evicted = self._evicted.setdefault(eviction.worker_id, [])
+        evicted += ((now, victim) for victim in eviction.victims)
+
+    def prune(self, now: float) -> None:
+        """Drop the victims of evictions that were recorded more than _LEAVING_S seconds ago."""
+        self._evicted = {
+            worker_id: recent
+            for worker_id, evicted in self._evicted.items()
+            if (recent := [it for it in evicted if now - it[0] <= _LEAVING_S])
+        }
 
     def _prefill_ahead(self, waiting: Waiting, worker_id: str, worker: WorkerView) -> int:
         """Return an upper bound on the tokens that the worker prefills before the request."""
@@ -174,11 +198,9 @@ class Evictions:
     def _victims(
         self, waiting: Waiting, worker_id: str, worker: WorkerView, spared: Collection[str]
     ) -> tuple[Running, ...] | None:
-        occupants = self._occupants(worker_id)
-        free = _free_resources(worker) - _Resources(waiting.choices, blocks_of(waiting) + 1)
-        for other in self._running.from_class(waiting.priority, worker_id):
-            if other.request_id not in occupants:
-                free -= _resources_of(other)
+        slots = self._occupants(worker_id)
+        occupants = frozenset(slots)
+        free = self._free_after(waiting, worker_id, worker, occupants, len(slots))
         victims: list[Running] = []
         lower = self._running.below(waiting.priority, worker_id)
         while not free.suffices:
@@ -189,6 +211,53 @@ class Evictions:
                 victims.append(victim)
                 free += _resources_of(victim)
         return tuple(victims)
+
+    def _free_after(
+        self,
+        waiting: Waiting,
+        worker_id: str,
+        worker: WorkerView,
+        occupants: Collection[str],
+        num_sequences: int,
+    ) -> _Resources:
+        """Return the resources that are free once the request and all ahead of it have theirs.
+
+        The resources of evicted requests count as free. Negative numbers are missing resources.
+        The worker last reported ``num_sequences`` sequences in its slots, of the requests
+        ``occupants``.
+        """
+        free = _free_resources(worker) - _Resources(waiting.choices, blocks_of(waiting) + 1)
+        num_waiting, num_started = worker.load.num_waiting, 0
+        for other in self._running.from_class(waiting.priority, worker_id):
+            # ``_free_resources`` has subtracted unacknowledged dispatches.
+            if other.request_id in occupants or other.epoch in worker.unacknowledged:
+                continue
+            if num_waiting > 0:
+                num_waiting -= other.choices
+                free -= _resources_of(other)
+            else:
+                # No more sequences wait, so these have got slots since the report of the slots.
+                num_started += other.choices
+        num_left = num_sequences + num_started - worker.load.num_running
+        return free + self._leaving(worker_id, occupants, num_left)
+
+    def _leaving(self, worker_id: str, occupants: Collection[str], num_left: int) -> _Resources:
+        """Return the resources that evicted requests of a worker still have and will release.
+
+        ``num_left`` sequences have left the worker since it reported ``occupants``. Victims are
+        assumed to be the first of these.
+        """
+        leaving = _NOTHING
+        for _, victim in self._evicted.get(worker_id, ()):
+            latest = self._running.get(victim.request_id)
+            has_returned = latest is not None and latest.epoch != victim.epoch
+            if victim.request_id not in occupants or has_returned:
+                continue
+            if num_left > 0:
+                num_left -= victim.choices
+            else:
+                leaving += _resources_of(victim)
+        return leaving
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +274,9 @@ class _Resources:
 
     def __sub__(self, other: _Resources) -> _Resources:
         return _Resources(self.slots - other.slots, self.blocks - other.blocks)
+
+
+_NOTHING = _Resources(0, 0)
 
 
 def _free_resources(worker: WorkerView) -> _Resources:

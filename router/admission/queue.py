@@ -393,6 +393,9 @@ class AdmissionQueue:
         if not self._numbers[waiting.priority]:
             del self._numbers[waiting.priority]
         if self._fair_share is not None:
+            # A parked request was not counted any more.
+            if queued.is_parked_without_worker:
+                self._fair_share.note_unparked(waiting)
             self._fair_share.note_removed(waiting)
         self._classes.note_removed(queued)
         self.backlog.remove(queued)
@@ -416,6 +419,8 @@ class AdmissionQueue:
         self._queued[request_id] = queued
         self.backlog.replace(before, queued)
         self.num_parked += 1
+        if self._fair_share is not None and queued.is_parked_without_worker:
+            self._fair_share.note_parked(queued.waiting)
 
     def unpark(self, request_id: str, parked_s: float) -> None:
         """Return a parked request to its place in the order.
@@ -424,6 +429,8 @@ class AdmissionQueue:
         the request's total (method ``parked_s``).
         """
         queued = self._queued[request_id]
+        if self._fair_share is not None and queued.is_parked_without_worker:
+            self._fair_share.note_unparked(queued.waiting)
         queued.is_parked = False
         queued.parked_s += parked_s
         self.num_parked -= 1
@@ -478,9 +485,10 @@ class AdmissionQueue:
         """
         queued = self._queued[waiting.request_id]
         self._classes.serve(waiting)
+        # Charged last, because the removal of a parked request may raise the tenant's counter.
+        self._remove(queued)
         if self._fair_share is not None:
             self._fair_share.charge_prompt(waiting, cached_tokens)
-        self._remove(queued)
         self.wait_stats.note_departure(queued.arrival, waiting)
         if not queued.ticket % _PRUNE_EVERY:
             oldest = next(iter(self._queued.values()), None)

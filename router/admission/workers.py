@@ -197,25 +197,34 @@ class Adapters:
     """LoRA adapters in a worker's memory, by name and by digest of their files.
 
     ``num_unused`` is the number of slots that no sequence uses and into which no adapter is being
-    loaded. ``load_s`` is the mean time of a load in seconds, 0 if unknown.
+    loaded; the adapters in all other slots are in use. ``load_s`` is the mean time of a load in
+    seconds, 0 if unknown.
     """
 
     names: frozenset[str] = frozenset()
     digests: frozenset[str] = frozenset()
+    names_in_use: frozenset[str] = frozenset()
+    digests_in_use: frozenset[str] = frozenset()
     num_unused: int = 0
     load_s: float = 0.0
 
     @classmethod
     def from_proto(cls, message: session_pb2.LoadedAdapters, num_slots: int) -> Self:
+        in_use = [it for it in message.adapters if it.sequences > 0 or it.loading]
         return cls(
             frozenset(adapter.name for adapter in message.adapters),
             frozenset(adapter.digest for adapter in message.adapters),
-            num_slots - sum(it.sequences > 0 or it.loading for it in message.adapters),
+            frozenset(adapter.name for adapter in in_use),
+            frozenset(adapter.digest for adapter in in_use),
+            num_slots - len(in_use),
             message.load_s,
         )
 
     def has(self, adapter: str, digest: str) -> bool:
         return digest in self.digests if digest else adapter in self.names
+
+    def is_in_use(self, adapter: str, digest: str) -> bool:
+        return digest in self.digests_in_use if digest else adapter in self.names_in_use
 
 
 #: Seconds that the load of an adapter takes at least; the time is unknown before the first load.
@@ -370,7 +379,7 @@ class WorkerView:
     #: capacity reserved for requests, by request id
     reserved: Reservations[str] = field(default_factory=Reservations)
     departures: Departures = field(default_factory=Departures)
-    #: sequences whose dispatch the worker acknowledged since its last report
+    #: sequences that the worker acknowledged since its last report
     num_arrived: int = 0
     adapters: Adapters = NO_ADAPTERS
     #: adapters of dispatches that the worker has not acknowledged yet, by epoch
@@ -396,7 +405,8 @@ class WorkerView:
         coming = self.coming_adapters.values()
         if not loads or self.adapters.has(adapter, digest) or (adapter, digest) in coming:
             return 0.0
-        num_unused = self.adapters.num_unused - len({*coming})
+        taken = {it for it in coming if not self.adapters.is_in_use(*it)}
+        num_unused = self.adapters.num_unused - len(taken)
         return max(self.adapters.load_s, _LEAST_LOAD_S) if num_unused > 0 else inf
 
     @property

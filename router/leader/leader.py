@@ -400,8 +400,11 @@ class Leader:
                 self._wake.set()
 
     def _occupants(self, worker_id: str) -> Collection[str]:
-        """Return the ids of the requests in the slots of a worker, as it last reported them."""
-        return {sequence.request_id for sequence in self._slots.get(worker_id, ())}
+        """Return the ids of the requests in the slots of a worker, as it last reported them.
+
+        The id of a request with several choices is repeated for each slot.
+        """
+        return [sequence.request_id for sequence in self._slots.get(worker_id, ())]
 
     # dispatch
 

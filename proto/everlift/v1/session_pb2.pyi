@@ -703,7 +703,7 @@ class ClusterLoad(google.protobuf.message.Message):
     """number of queued requests"""
     queued_tokens: builtins.int
     waited_s: builtins.float
-    """seconds that the next request of the queue has waited"""
+    """seconds that the queue's next request has waited; 0 for the lowest class"""
     running: builtins.int
     """sequences at workers, including those that wait there"""
     slots: builtins.int

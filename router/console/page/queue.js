@@ -37,7 +37,9 @@ function line(queue) {
   // Without workers, neither the drain time nor the throughput is known.
   const left = queue.wait_s === null ? "drain time unknown" : `estimated to drain in ${seconds(queue.wait_s)}`;
   const rate = queue.worker_rate ? ` A saturated worker computes ${count(queue.worker_rate)} tokens per second.` : "";
-  return `${waits} ${count(queue.tokens)} tokens to compute; the head has waited ${seconds(queue.waited_s)}; ${left}.${rate}`;
+  // The leader reports no wait of a batch's lines, which wait on purpose.
+  const head = queue.waited_s ? ` the head has waited ${seconds(queue.waited_s)};` : "";
+  return `${waits} ${count(queue.tokens)} tokens to compute;${head} ${left}.${rate}`;
 }
 
 function bar(part, whole) {

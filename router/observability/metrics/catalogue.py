@@ -240,7 +240,7 @@ _PREDICTIONS = (
         "gauge",
         "",
         "Kendall's tau between predicted and actual lengths of the last 500 outputs of "
-        "this router; the training's value until 100 outputs ended. Absent without a model.",
+        "this router; the training's value until 100 outputs ended. Absent without a predictor.",
         ("model",),
     ),
     Metric(
@@ -367,7 +367,7 @@ _CLUSTER = (
         "everlift_queue_head_wait_seconds",
         "gauge",
         "seconds",
-        "Leader: time that the head of the queue has waited.",
+        "Leader: time that the head of the queue has waited; 0 if its priority is -10.",
         ("model",),
     ),
     Metric(
@@ -420,7 +420,8 @@ _WORKERS = (
         "slow",
         "gauge",
         "",
-        "1 while the worker gets no requests because it is much slower than the others.",
+        "1 while the worker is much slower than others: it gets requests only if no other has "
+        "capacity.",
     ),
     _of_worker(
         "kv_blocks",

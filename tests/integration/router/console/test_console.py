@@ -1,4 +1,4 @@
-"""The console over HTTP: the page, its feed, and what it may ask for."""
+"""The console over HTTP: page, feed, operator calls and access."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from everlift.errors import UnknownModel
 from router.auth import key as keys
 from router.auth.caller import Scope
 from router.console import console
-from tests.support.in_process import ROUTER, WORKER, Cluster, cluster, until
+from router.router import Router
+from tests.support.in_process import LONG_LEASE, ROUTER, WORKER, Cluster, cluster, until
 from tests.support.router.http_client import JSON, ask, get, streamed
 from tests.support.router.keyring import Keyring
 from worker.config import FakeModel
 
 PROMPT = [7] * 40
-#: What makes elements or scripts of text.
+#: Ways to turn text into elements or scripts.
 TEXT_AS_MARKUP = (
     *("innerHTML", "outerHTML", "insertAdjacent", "document.write", "srcdoc", "DOMParser"),
     *("createContextualFragment", "eval(", "Function(", "javascript:"),
@@ -43,12 +44,12 @@ def address(parts: Cluster) -> str:
 
 
 class Frames:
-    """All that a page was told, by section; ``failed`` is how it ended."""
+    """Data that a page received, by section; ``failed`` is the error code that ended the feed."""
 
     def __init__(self, chunks: AsyncIterator[bytes]) -> None:
         self._chunks = chunks
-        self.told: dict[str, Any] = {}
-        #: of requests that were seen
+        self.received: dict[str, Any] = {}
+        #: keys of the requests seen in slots
         self.keys: set[int] = set()
         self.names: dict[str, str] = {}
         self.failed: Any = None
@@ -62,7 +63,7 @@ class Frames:
                 if kind == "event: error":
                     self.failed = value["error"]["code"]
                     return {}
-                self.told |= value
+                self.received |= value
                 self.keys |= {key for _, _, key, _ in value.get("seats", ()) if key}
                 self.names |= value.get("names", {})
                 if value.keys() >= set(sections):
@@ -135,22 +136,22 @@ async def test_console_feed_aggregates_counters_of_all_routers(
     async with cluster(2, 1) as parts:
         here, there = parts.routers
         async with watching(here.http_address) as page, AsyncClient(there.address) as client:
-            while page.told.get("routers") != {"heard": 2, "silent": 0}:
+            while page.received.get("routers") != {"heard": 2, "silent": 0}:
                 await page.until("routers")
             for _ in range(2):
                 await client.generate(PROMPT, max_tokens=3).text()
             with pytest.raises(UnknownModel):
                 await client.generate(PROMPT, max_tokens=3, model="other").text()
-            while page.told["totals"]["completed"] < 2 or not page.told["errors"]:
+            while page.received["totals"]["completed"] < 2 or not page.received["errors"]:
                 await page.until()
-            assert page.told["errors"][0][:2] == ["unknown_model", 1]
-            while not page.told["latencies"]["latency"]["count"]:
+            assert page.received["errors"][0][:2] == ["unknown_model", 1]
+            while not page.received["latencies"]["latency"]["count"]:
                 await page.until("latencies")
             await parts.kill_router(there)
-            while page.told["routers"] != {"heard": 1, "silent": 1}:
+            while page.received["routers"] != {"heard": 1, "silent": 1}:
                 await page.until("routers")
-            # What it counted is known for a while.
-            assert page.told["totals"]["completed"] == 2
+            # Counters of a lost router are kept for a while.
+            assert page.received["totals"]["completed"] == 2
 
 
 async def test_console_feed_reports_migration_after_worker_loss(
@@ -172,16 +173,21 @@ async def test_console_feed_reports_migration_after_worker_loss(
         assert (transfer["from"][0], transfer["to"][0]) == (lane, 1 - lane)
 
 
-async def test_console_feed_of_follower_covers_whole_cluster(parts: Cluster) -> None:
-    other = await parts.add_router()
-    await until(lambda: other._heartbeat.leader_id)
+async def test_console_feed_of_follower_covers_whole_cluster() -> None:
+    async with cluster(1, 2, LONG_LEASE) as parts:
+        other = await parts.add_router()
+        await until(lambda: other._heartbeat.leader_id)
+        await check_follower(parts, other)
+
+
+async def check_follower(parts: Cluster, other: Router) -> None:
     async with watching(other.http_address) as page:
-        while not page.told.get("queue", {}).get("is_known"):
+        while not page.received.get("queue", {}).get("is_known"):
             await page.until()
-        assert not page.told["router"]["is_leading"]
-        assert page.told["router"]["leader"] == parts.routers[0].router_id
+        assert not page.received["router"]["is_leading"]
+        assert page.received["router"]["leader"] == parts.routers[0].router_id
         await until(lambda: sum(link.is_up for link in other._sessions.links) == 2)
-        while page.told["totals"]["up"] < 2:
+        while page.received["totals"]["up"] < 2:
             await page.until()
 
 
@@ -222,7 +228,7 @@ async def test_console_feed_head_request_opens_no_stream(address: str) -> None:
     assert (answer.status, answer.body) == (200, b"")
 
 
-# requests, and what operators say
+# requests and operator calls
 
 
 async def test_console_request_lookup_returns_record_and_events(
@@ -281,7 +287,7 @@ async def test_console_rejects_cross_site_requests(parts: Cluster, address: str)
         assert (await ask(address, "/console/policy", {}, headers)).status == status, headers
 
 
-# with keys
+# API keys
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The console's page in a real browser: what somebody sees and does there."""
+"""The console page in a real browser: display, interaction and accessibility."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from worker.config import FakeModel
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-#: Where pictures of the page are left, if anywhere.
+#: Directory for screenshots, if any are wanted.
 PICTURES = os.environ.get("CONSOLE_PICTURES")
 THEMES: tuple[Literal["dark", "light"], ...] = ("dark", "light")
 WINDOWS = ((1440, 900), (390, 844))
-#: Looks of a page; `make test` tries each theme and each window once.
+#: Pairs of theme and window size; `make test` tries each theme and each size once.
 LOOKS = (
     [*product(THEMES, WINDOWS)] if examples(100) >= 100 else [*zip(THEMES, WINDOWS, strict=True)]
 )
-#: Requests last for as long as a test looks at them.
+#: Slow steps, so that requests outlast a test.
 SLOW = replace(WORKER, max_num_seqs=8, fake=FakeModel(step_time=0.02))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_left() -> Iterator[None]:
-    """Check once for all tests of this module that nothing is left.
+    """Check once for the whole module that no resources leak.
 
-    The tests share a browser, whose processes come and go.
+    The tests share a browser, which starts and ends processes during a test.
     """
     with leaving_nothing():
         yield
@@ -61,7 +61,7 @@ async def chromium(nothing_left: None) -> AsyncIterator[Browser]:
 
 @pytest.fixture(autouse=True)
 def asks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A router asks its ledger and the other ones once a second else."""
+    """Routers poll the ledger and each other every 0.1 s instead of every second."""
     monkeypatch.setattr(console, "_POLL_INTERVAL_S", 0.1)
 
 
@@ -81,7 +81,7 @@ def url(parts: Cluster) -> str:
 
 
 class Load:
-    """Requests that go on until the end."""
+    """Client whose requests run until the context exits."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -101,7 +101,7 @@ class Load:
 
 
 async def check_readable(page: Page, name: str, part: str = "") -> None:
-    """Check a page with axe in both themes and windows; nothing is wider than the window."""
+    """Check a page with axe in each of LOOKS; it must not be wider than the window."""
     for theme, (width, height) in LOOKS:
         await page.emulate_media(color_scheme=theme)
         await page.set_viewport_size({"width": width, "height": height})
@@ -138,18 +138,18 @@ async def test_page_shows_migration_of_streamed_request(
         await expect(page.locator("#grid .cell[data-state=lost]")).to_have_count(1)
         lost.release()
         await killing
-        # The arrow from lane to lane, and the words for it.
+        # An arrow between the lanes, and an entry in the event list.
         arrow = page.locator("#lanes-arrows path.migrated")
         await expect(arrow).to_have_attribute("data-cause", "worker_lost")
-        told = page.locator("#happened li[data-kind=migrated]")
-        await expect(told).to_contain_text(f"{name} migrated from worker {worker}")
-        # And for who does not see it.
+        event = page.locator("#happened li[data-kind=migrated]")
+        await expect(event).to_contain_text(f"{name} migrated from worker {worker}")
+        # Announcement for screen readers.
         await expect(page.locator("#news")).to_contain_text("migrated")
-        # What is lost is not offered to be drained.
+        # A lost worker cannot be selected for draining.
         offered = page.locator("#drain-worker option")
         await expect(offered).to_have_count(1)
         assert await offered.get_attribute("value") != rank.worker_id
-        # And not a token is lost.
+        # No token is lost.
         held[0].release()
         await expect(page.locator("#try-status")).to_contain_text("200 tokens in", timeout=20_000)
         await page.get_by_role("button", name="Look up unnamed").click()
@@ -158,7 +158,7 @@ async def test_page_shows_migration_of_streamed_request(
         await expect(answer).to_contain_text("200")
         await expect(answer).to_contain_text("was lost")
         await expect(answer).to_contain_text("to store it")
-        # Where its time went is told in words, attempt by attempt.
+        # The time breakdown is listed by attempt.
         spans = page.get_by_role("region", name="Time breakdown")
         await expect(spans).to_contain_text("decode (attempt 2)")
         attempts = page.get_by_role("region", name="Attempts").locator("tbody tr")
@@ -169,7 +169,7 @@ async def test_page_shows_migration_of_streamed_request(
 
 @pytest.mark.long
 async def test_page_shows_preempted_request_resuming(chromium: Browser) -> None:
-    """The KV cache has room for fewer tokens than its slots come to."""
+    """The KV cache holds fewer tokens than the three requests need."""
     crowded = replace(WORKER, max_num_seqs=3, num_blocks=64)
     async with (
         cluster(1, 1, ROUTER, crowded) as parts,
@@ -182,7 +182,7 @@ async def test_page_shows_preempted_request_resuming(chromium: Browser) -> None:
         arrow = page.locator("#lanes-arrows path.resumed").first
         await expect(arrow).to_be_attached(timeout=60_000)
         await expect(arrow).to_have_attribute("data-cause", "preempted")
-        # However long a name is, nothing of it is out of sight.
+        # Long names do not overflow the list.
         happened = page.locator("#happened")
         await expect(happened.locator("[data-kind=resumed]").first).to_contain_text("xxx")
         assert await happened.evaluate("list => list.scrollWidth <= list.clientWidth")
@@ -234,7 +234,7 @@ async def test_page_lists_recent_requests_and_opens_clicked_one(
         rows = page.locator("#recent-rows tr")
         names = rows.locator("button")
         await expect(names.filter(has_text="story-")).to_have_count(3)
-        # The newest comes first.
+        # Newest first.
         await expect(names.first).to_have_text("story-2")
         await expect(rows.first).to_contain_text("running")
         await page.get_by_role("button", name="story-1").click()
@@ -257,7 +257,7 @@ async def test_page_bar_width_matches_value(parts: Cluster, url: str, chromium: 
                 " return [+bar.ariaValueNow, (100 * width(bar.firstChild)) / width(bar)]; }"
             )
             assert filled[0] == pytest.approx(filled[1], abs=1.0)
-            # Nothing of an empty one is filled.
+            # An empty bar has width 0.
             await slots.evaluate("bar => { bar.firstChild.style.width = '0%' }")
             width = await slots.evaluate("bar => bar.firstChild.getBoundingClientRect().width")
             assert width == 0
@@ -347,7 +347,7 @@ async def test_page_prompt_without_template_is_single_and_stoppable(
         await page.click("#try-stop")
         await expect(page.locator(".turn.model p")).to_contain_text("stopped")
         await expect(page.locator("#try-start")).to_be_visible()
-        # A prompt that was refused can be mended.
+        # A rejected prompt can be edited.
         await page.check("#as-chat")
         await expect(page.locator(".turn")).to_have_count(0)
         await page.fill("#prompt", "hello")
@@ -381,7 +381,7 @@ async def test_page_opens_request_from_table_by_keyboard(
             name, age = page.locator("#seats button"), page.locator("#seats td").last
             await expect(name).to_have_text("story")
             await name.focus()
-            # What is told again every second takes the focus from nobody.
+            # Updates every second leave the focus in place.
             been = await age.inner_text()
             await expect(age).not_to_have_text(been)
             await expect(name).to_be_focused()
@@ -439,7 +439,7 @@ async def test_page_clears_worker_details_when_worker_leaves(
         await page.locator("#grid .cell").first.focus()
         await expect(page.locator("#worker-line")).to_contain_text(first.worker_id[:8])
         await parts.drain_worker(first)
-        # Its announcement holds for a while.
+        # The worker's announcement expires after a while.
         await expect(page.locator("#grid .cell")).to_have_count(1, timeout=30_000)
         await expect(page.locator("#worker-line")).to_have_text("")
 
@@ -457,7 +457,7 @@ async def test_page_policy_reset_discards_unsaved_input(url: str, chromium: Brow
         )
         await expect(ageing_factor).to_have_value(held)
         await expect(page.locator("#policy-order")).to_have_value("fifo")
-        # Nothing at all is no setting.
+        # An empty field is invalid.
         await ageing_factor.fill("")
         await page.click("#policy-form button[type=submit]")
         assert await ageing_factor.evaluate("input => input.validity.valueMissing")
@@ -512,7 +512,7 @@ async def test_page_names_missing_workers_without_drain_estimate(chromium: Brows
         missing = "Workers: 0 of 1 ready; 1 pending placement: no node with 1 GPU is free"
         await expect(page.locator("#missing-workers")).to_have_text(missing)
         line = page.locator("#queue-line")
-        # The page hears clicks once it shows the queue.
+        # The page handles clicks once it shows the queue.
         await expect(line).to_contain_text("0 queued")
         await page.fill("#prompt", "Once upon a time")
         await page.click("#try-start")
@@ -585,7 +585,7 @@ async def test_page_requests_key_and_stores_it_in_session_only(
 async def test_page_shows_cached_prompt_tokens_by_worker_and_tenant(
     chromium: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The first frame's snapshot notes the worker, however recent the last one is.
+    # The first frame takes a snapshot with the worker, however recent the previous one is.
     monkeypatch.setattr(prompts, "_INTERVAL_S", 0.0)
     keyring = Keyring(tmp_path / "keys.yaml")
     ops = await keyring.key("ops", Scope.ADMIN)
@@ -604,7 +604,7 @@ async def test_page_shows_cached_prompt_tokens_by_worker_and_tenant(
                 async with AsyncClient(parts.address, api_key=key) as client:
                     for _ in range(count):
                         await client.generate([7] * 300, max_tokens=3).text()
-            # Of acme's second prompt the worker has nine blocks of 32 tokens.
+            # The worker has nine blocks of 32 tokens of acme's second prompt.
             await expect(line).to_contain_text("32 % of 900 prompt tokens")
             workers = page.locator("#by-worker-prompts tbody tr")
             await expect(workers).to_have_text([re.compile(f"^{worker.worker_id[:8]}90032 %")])
@@ -613,8 +613,10 @@ async def test_page_shows_cached_prompt_tokens_by_worker_and_tenant(
                 [re.compile("^acme60048 %"), re.compile("^other3000 %")]
             )
             await page.locator("#grid .cell").focus()
-            told = page.locator("#worker-line")
-            await expect(told).to_contain_text("32 % of prompt tokens cached in the last 5 min")
+            worker_line = page.locator("#worker-line")
+            await expect(worker_line).to_contain_text(
+                "32 % of prompt tokens cached in the last 5 min"
+            )
             await check_readable(page, "prompts", "#prompts")
             await page.fill("#key", acme)
             await page.press("#key", "Enter")

@@ -65,7 +65,7 @@ def test_autoscaler_steady_load_reverses_once_in_ten_minutes(load: float, seed: 
     fleet = Fleet(CONFIG, seed=seed).run(3600, load)
     reversals = fleet.reversals
     assert all(later - earlier >= 600 for earlier, later in pairwise(reversals))
-    # And there are enough, but for the time until they were.
+    # In the end the workers suffice for the load.
     assert load < fleet.target <= load / CONFIG.utilisation + 2
 
 
@@ -76,7 +76,7 @@ def test_autoscaler_adds_no_worker_for_a_batch() -> None:
     for second in range(300):
         load = ClusterLoad(**batch, **busy, workers=2, batch_tokens=90_000)
         assert scaler.decide(load, 0.0, 2, float(second)).workers == 2
-    # Others wait beside it.
+    # Other requests are queued as well.
     load = ClusterLoad(**batch, **busy, workers=2, batch_tokens=80_000)
     assert scaler.decide(load, 0.0, 2, 300.0).workers > 2
     # A batch alone starts a worker.
@@ -85,7 +85,7 @@ def test_autoscaler_adds_no_worker_for_a_batch() -> None:
 
 
 def test_autoscaler_unknown_load_removes_no_worker() -> None:
-    """The first look after that knows of a quiet moment, and of nothing before it."""
+    """The delay before a removal starts at the first quiet load that is known."""
     config = AutoscaleConfig(min_workers=0, max_workers=8, down_delay=120.0, idle_delay=300.0)
     scaler = Autoscaler(config)
     busy = ClusterLoad(term=1, workers=8, running=60, slots=64, blocks_total=8, worker_rate=100.0)
@@ -114,7 +114,7 @@ def test_autoscaler_removes_workers_after_the_down_delay() -> None:
 
 
 def test_autoscaler_waits_ten_minutes_for_a_stuck_worker_start() -> None:
-    """There is no capacity for the worker, or it cannot start, and Serve retries without end."""
+    """Serve retries for ever if the worker has no capacity or cannot start."""
     scaler = Autoscaler(CONFIG)
 
     def target(second: int, up: int, workers: int) -> int:
@@ -233,7 +233,7 @@ def test_autoscaler_upgrade_starts_with_as_many_workers_as_serve() -> None:
     load = ClusterLoad(term=1, workers=5, running=20, slots=40, worker_rate=100.0)
     new = Autoscaler(AutoscaleConfig(min_workers=1, max_workers=8))
     assert new.decide(load, 0.0, 1, 0.0, others=5).workers == 5
-    # It may have fewer, and starts from none where there may be none.
+    # The new cluster starts from 0 workers if `min_workers` is 0, and stays within `max_workers`.
     small = Autoscaler(AutoscaleConfig(min_workers=0, max_workers=3))
     assert small.decide(load, 0.0, 0, 0.0, others=5).workers == 3
 
@@ -253,7 +253,7 @@ def test_autoscaler_upgrade_keeps_workers_of_both_clusters() -> None:
     for second in range(60):
         assert old.decide(quiet, 0.0, 5, float(second), others=5).workers == 5
         assert new.decide(quiet, 0.0, 5, float(second), others=5).workers == 5
-    # The old one has gone: what is enough is learned from then on.
+    # The old cluster has gone: the delay before a removal starts now.
     alone = ClusterLoad(term=1, workers=5, slots=40, worker_rate=100.0)
     assert new.decide(alone, 0.0, 5, 60.0).workers == 5
     assert [new.decide(alone, 0.0, 5, second).workers for second in (65.0, 70.0)] == [5, 1]

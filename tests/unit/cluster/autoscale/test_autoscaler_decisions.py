@@ -29,6 +29,6 @@ def test_decisions_report_the_last_32_changes() -> None:
     decisions = Decisions()
     for workers in range(99):
         decisions.note(Decision(workers + 1, "requests wait"), workers, float(workers))
-    told = decisions.as_json(99.0, 100, "session", "m").changes
-    assert [it.workers for it in told] == list(range(68, 100))
-    assert [told[0].ago_s, told[-1].ago_s] == [32.0, 1.0]
+    changes = decisions.as_json(99.0, 100, "session", "m").changes
+    assert [it.workers for it in changes] == list(range(68, 100))
+    assert [changes[0].ago_s, changes[-1].ago_s] == [32.0, 1.0]

@@ -126,7 +126,7 @@ def busy(queued_tokens: int = 5000, **more: Any) -> ClusterLoad:
     return ClusterLoad(**{"term": 1, "queued": 9, "queued_tokens": queued_tokens} | figures)
 
 
-@pytest.mark.filterwarnings("ignore")  # Serve's own
+@pytest.mark.filterwarnings("ignore")  # warnings of Serve
 def test_policy_publishes_its_decision(policy: Any) -> None:
     FakeExchange.load = ClusterLoad(models={"m": busy(waited_s=9.0)})
     workers, _ = policy()(serve_context(target=1))
@@ -141,25 +141,25 @@ def test_policy_publishes_its_decision(policy: Any) -> None:
     assert change.reason == scaling.reason == "requests would wait 50.0 s"
 
 
-@pytest.mark.filterwarnings("ignore")  # Serve's own
+@pytest.mark.filterwarnings("ignore")  # warnings of Serve
 def test_policy_takes_bounds_from_serve_and_targets_from_load(policy: Any) -> None:
     FakeExchange.load = ClusterLoad(models={"m": busy()})
     load, decide = FakeExchange.load.models["m"], policy()
     assert decide(serve_context(target=1, most=2))[0] == 2
     assert decide(serve_context(target=1, most=9))[0] == 3
-    # 5,000 tokens take 50 s: fewer than a target of 200 s needs another worker for.
+    # 5,000 tokens take 50 s, which a target of 200 s allows without another worker.
     load.autoscale["ttft_target"] = 200.0
     assert decide(serve_context(target=1, most=9))[0] == 1
     # A setting that only a leader of another version knows changes nothing.
     load.autoscale["no_such_setting"] = 1.0
     assert decide(serve_context(target=1, most=9))[0] == 3
-    # Two of three workers are another cluster's: this one is to have as many.
+    # Two of three workers belong to another cluster: this cluster should have two as well.
     load.workers = 3
     load.ray_clusters.update({"this": 1, "other": 2})
     assert decide(serve_context(target=1, most=9))[0] == 2
 
 
-@pytest.mark.filterwarnings("ignore")  # Serve's own
+@pytest.mark.filterwarnings("ignore")  # warnings of Serve
 def test_policy_scales_each_model_by_its_own_load(policy: Any) -> None:
     FakeExchange.load = busy(9000, models={"a": busy(), "b": busy(0, queued=0)})
     assert [policy(name)(serve_context(target=1))[0] for name in "abc"] == [3, 1, 1]
@@ -167,13 +167,13 @@ def test_policy_scales_each_model_by_its_own_load(policy: Any) -> None:
     assert reasons[2] == "the load is not known"
 
 
-@pytest.mark.filterwarnings("ignore")  # Serve's own
+@pytest.mark.filterwarnings("ignore")  # warnings of Serve
 def test_policy_of_the_only_model_needs_not_its_name(policy: Any) -> None:
     FakeExchange.load = ClusterLoad(models={"target-of-a-link": busy()})
     assert policy("link")(serve_context(target=1))[0] == 3
 
 
-@pytest.mark.filterwarnings("ignore")  # Serve's own
+@pytest.mark.filterwarnings("ignore")  # warnings of Serve
 def test_policy_replaces_the_workers_of_its_model(policy: Any) -> None:
     idle = {"queued": 0, "queued_tokens": 0}
     FakeExchange.load = ClusterLoad(models={"a": busy(**idle), "new": busy(**idle)})
@@ -182,12 +182,12 @@ def test_policy_replaces_the_workers_of_its_model(policy: Any) -> None:
     assert [policy(name)(serve_context(target=1))[0] for name in ("a", "new")] == [2, 3]
 
 
-@pytest.mark.filterwarnings("ignore")  # Serve's own
+@pytest.mark.filterwarnings("ignore")  # warnings of Serve
 def test_policy_excludes_own_stopping_workers_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
     from cluster.autoscale import serve_policy
 
     monkeypatch.setattr(serve_policy, "_ray_cluster", lambda: "this")
-    # Serve lists none of them any more.
+    # Serve no longer lists the stopping workers.
     assert serve_policy._num_other_workers(ClusterLoad(workers=3, ray_clusters={"this": 3})) == 0
     assert (
         serve_policy._num_other_workers(ClusterLoad(workers=5, ray_clusters={"this": 3, "x": 2}))
@@ -201,5 +201,5 @@ def test_dashboard_and_alerts_query_existing_gauges() -> None:
     asked_for = {
         name for file in files for name in re.findall(r"ray_(everlift_[a-z_]+)", file.read_text())
     }
-    assert len(asked_for) == 3
+    assert len(asked_for) == 4
     assert asked_for <= FakeGauge.made.keys()

@@ -10,7 +10,7 @@ from cluster.ray.deployments import ROUTER, ROUTER_POLICY, options
 from everlift.errors import SettingsError
 from everlift.v1.session_pb2 import ClusterLoad
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of Ray
 
 CONFIG = AutoscaleConfig(requests_per_router=100.0, down_delay=60.0)
 
@@ -26,7 +26,7 @@ def test_router_policy_adds_at_once_and_removes_after_a_delay() -> None:
     assert decide(0, 0.0, 1) == 1
     assert decide(101, 1.0, 1) == 2
     assert decide(450, 2.0, 2) == 5
-    # Fewer are enough, and not for long enough.
+    # Fewer routers suffice, but not yet for long enough.
     assert decide(150, 3.0, 5) == 5
     assert decide(150, 61.0, 5) == 5
     assert decide(150, 63.0, 5) == 2

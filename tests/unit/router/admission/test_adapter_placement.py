@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from everlift.v1 import session_pb2
 from router.admission.request import Waiting
@@ -82,7 +83,7 @@ LOADING = replace(CAPACITY, adapter_slots=2)
 
 
 def loaded(*names: str, used: int = 0, load_s: float = 0.5) -> session_pb2.LoadedAdapters:
-    """Adapters in memory, the first ``used`` of which have sequences."""
+    """Return the adapters in memory; the first ``used`` of them have sequences."""
     adapters = [
         session_pb2.LoadedAdapter(name=name, digest=f"digest of {name}", sequences=int(i < used))
         for i, name in enumerate(names)
@@ -95,7 +96,7 @@ def sql(request_id: str = "r", digest: str = "digest of sql") -> Waiting:
 
 
 def loading_cluster(**adapters: session_pb2.LoadedAdapters) -> Cluster:
-    """Workers of known speed; the first one is idle, the others have a little to prefill."""
+    """Return workers of known speed; the first is idle, the others have some prompts to prefill."""
     cluster = Cluster()
     for i, (name, message) in enumerate(adapters.items()):
         load = Load(1, num_running=1, pending_prefill_tokens=100 * i, committed_tokens=500 * i)
@@ -126,6 +127,22 @@ def test_placement_avoids_workers_whose_slots_are_in_use() -> None:
     assert choose(cluster.placement, sql()) == "second"
     cluster = loading_cluster(idle=loaded("a", "b", used=2), second=loaded("c", "d", used=2))
     assert choose(cluster.placement, sql()) == "idle"
+
+
+def test_dispatch_takes_no_slot_if_its_adapter_is_in_use() -> None:
+    message = loaded("running", "loading", "unused", used=1, load_s=0.5)
+    message.adapters[1].loading = True
+    cluster = Cluster()
+    cluster.add_worker("w", BUSY, capacity=replace(CAPACITY, adapter_slots=3))
+    cluster.placement.report_adapters("w", message)
+    view = cluster.placement.workers["w"]
+    for epoch, digest in enumerate(("digest of running", "", "digest of loading")):
+        one = waiting("one", adapter=digest[10:] or "running", adapter_digest=digest)
+        cluster.placement.reserve("w", epoch, one, now=1.0)
+        assert view.adapter_s("sql", "digest of sql") == 0.5
+    one = waiting("one", adapter="unused", adapter_digest="digest of unused")
+    cluster.placement.reserve("w", 9, one, now=1.0)
+    assert view.adapter_s("sql", "digest of sql") == inf
 
 
 def test_dispatch_counts_as_a_load_until_it_is_acknowledged() -> None:

@@ -42,8 +42,8 @@ def placement_after(seconds: int, tpot_target: float, step_s: float = 0.01) -> P
     placement = Placement(RouterConfig(tpot_target=tpot_target, local_depth=2))
     placement.join("w", Capacity(max_num_seqs=16, num_blocks=1000))
     work = Work()
-    for beat in range(4 * seconds):
-        rows = beat % 8 + 1
+    for number in range(4 * seconds):
+        rows = number % 8 + 1
         work = Work(
             step=work.step + 1,
             computed_tokens=work.computed_tokens + rows,
@@ -52,9 +52,9 @@ def placement_after(seconds: int, tpot_target: float, step_s: float = 0.01) -> P
             kv_tokens=work.kv_tokens + 100 * rows,
             num_pairs=work.num_pairs + 100 * rows,
         )
-        load = Load(beat + 1, num_running=rows, work=work)
-        placement.report("w", load, now=beat / 4)
-        placement.expire(now=beat / 4)
+        load = Load(number + 1, num_running=rows, work=work)
+        placement.report("w", load, now=number / 4)
+        placement.expire(now=number / 4)
     return placement
 
 

@@ -1,4 +1,4 @@
-"""Refusals of a leader, of new and of queued requests."""
+"""Refusals of new and queued requests by a leader."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cluster(weight_of: Callable[[str], float] | None = None, **settings: object)
 
 
 def learned(**settings: object) -> Cluster:
-    """The same, its steps known: they take 25 ms, whatever they compute."""
+    """Return the same cluster with known step times: 25 ms for steps of any size."""
     made = cluster(**settings)
     worker = made.placement.workers["w"]
     worker.throughput = paced(tokens_per_s=1000.0, rows_per_s=100.0)
@@ -42,18 +42,18 @@ def learned(**settings: object) -> Cluster:
 
 
 def refusal(cluster: Cluster, **fields: object) -> Refusal:
-    told = pb.Waiting(**{"request_id": "late", "prompt_tokens": 100, "choices": 1} | fields)
+    entry = pb.Waiting(**{"request_id": "late", "prompt_tokens": 100, "choices": 1} | fields)
     (refused,) = cluster.leader_state.on_message(
-        "g", pb.GatewayMessage(enqueue=[told]), 0.0
+        "g", pb.GatewayMessage(enqueue=[entry]), 0.0
     ).refused
     return refused
 
 
 def come(cluster: Cluster, name: str, **fields: object) -> dict[str, str]:
     """Add a request; return the refused requests and their errors."""
-    told = pb.Waiting(**{"request_id": name, "prompt_tokens": 100, "choices": 1} | fields)
-    heard = cluster.leader_state.on_message("g", pb.GatewayMessage(enqueue=[told]), 0.0)
-    return {refusal.waiting.request_id: refusal.slug for refusal in heard.refused}
+    entry = pb.Waiting(**{"request_id": name, "prompt_tokens": 100, "choices": 1} | fields)
+    effects = cluster.leader_state.on_message("g", pb.GatewayMessage(enqueue=[entry]), 0.0)
+    return {refusal.waiting.request_id: refusal.slug for refusal in effects.refused}
 
 
 def expired(cluster: Cluster, moment: float) -> dict[str, str]:
@@ -75,8 +75,8 @@ def test_accepted_request_is_never_refused_on_arrival() -> None:
     full = cluster(refuse_late=True)
     for number in range(5):
         assert come(full, f"r{number}", attempt=1, accepted=True) == {}
-    assert come(full, "told", accepted=True, ttft_deadline=0.1) == {}
-    assert come(full, "high", priority=1) == {"told": "shed"}
+    assert come(full, "accepted", accepted=True, ttft_deadline=0.1) == {}
+    assert come(full, "high", priority=1) == {"accepted": "shed"}
 
 
 def test_queue_ttl_refuses_requests_that_never_ran() -> None:
@@ -105,28 +105,27 @@ def test_changed_wait_bound_holds_for_later_arrivals() -> None:
 
 
 def test_bounds_refuse_late_first_token_if_configured() -> None:
-    strict, patient = cluster(refuse_late=True), cluster()
-    for some in (strict, patient):
+    strict, lenient = cluster(refuse_late=True), cluster()
+    for some in (strict, lenient):
         come(some, "a", predicted_tokens=400)
-    # Five seconds of work wait, of which a request waits for four at the least; then its prompt
-    # takes a tenth of one.
+    # Five seconds of work are queued, so a request waits for at least 4 s. Its prompt takes 0.1 s.
     assert come(strict, "b", ttft_deadline=3.9) == {"b": "deadline_unmeetable"}
     assert come(strict, "c", deadline=3.9) == {"c": "deadline_unmeetable"}
     assert come(strict, "d", ttft_deadline=4.2) == {}
-    assert come(patient, "b", ttft_deadline=3.9) == {}
+    assert come(lenient, "b", ttft_deadline=3.9) == {}
     assert expired(strict, 4.2) == {"d": "queue_timeout"}
-    assert expired(patient, 1000.0) == {}
+    assert expired(lenient, 1000.0) == {}
 
 
 def test_bounds_refuse_late_output_if_configured() -> None:
-    """Four seconds of wait at the least, 30 ms for its prompt, and a hundred steps of 20 ms."""
-    strict, patient = learned(refuse_late=True), learned()
-    for some in (strict, patient):
+    """The wait is at least 4 s, the prompt takes 30 ms, and the output 100 steps of 20 ms."""
+    strict, lenient = learned(refuse_late=True), learned()
+    for some in (strict, lenient):
         come(some, "a", predicted_tokens=400)
     assert come(strict, "b", deadline=6.0, least_tokens=101) == {"b": "deadline_unmeetable"}
     assert come(strict, "c", deadline=6.2, least_tokens=101) == {}
     assert come(strict, "d", deadline=6.0) == {}, "it may end with its first token"
-    assert come(patient, "b", deadline=6.0, least_tokens=101) == {}
+    assert come(lenient, "b", deadline=6.0, least_tokens=101) == {}
     assert expired(strict, 4.13) == {}
     assert expired(strict, 4.15) == {"c": "queue_timeout"}
     assert expired(strict, 5.93) == {}
@@ -136,9 +135,9 @@ def test_bounds_refuse_late_output_if_configured() -> None:
 def test_refusal_reports_output_length_that_would_be_late() -> None:
     strict = learned(refuse_late=True)
     come(strict, "a", predicted_tokens=400)
-    told = [refusal(strict, deadline=it, least_tokens=101) for it in (4.0, 6.0)]
-    assert [it.least_tokens for it in told] == [0, 101], "of the first not even a token would come"
-    assert told[1].retry_after_s == pytest.approx(0.03, abs=0.01)
+    refusals = [refusal(strict, deadline=it, least_tokens=101) for it in (4.0, 6.0)]
+    assert [it.least_tokens for it in refusals] == [0, 101], "of the first not a token would come"
+    assert refusals[1].retry_after_s == pytest.approx(0.03, abs=0.01)
 
 
 def test_long_output_is_refused_even_with_an_empty_queue() -> None:
@@ -167,7 +166,7 @@ def test_idle_cluster_keeps_request_that_it_can_start_in_time() -> None:
 def test_queue_estimate_learns_from_reported_tpot_ratios() -> None:
     some = learned()
     before = some.queue.queue_estimate().least_tpot_s
-    some.hear(pb.GatewayMessage(tpot_ratios=[pb.TpotRatio(ratio=0.4)] * 100))
+    some.receive(pb.GatewayMessage(tpot_ratios=[pb.TpotRatio(ratio=0.4)] * 100))
     assert some.queue.queue_estimate().least_tpot_s == pytest.approx(before / 2, rel=0.1)
 
 
@@ -190,15 +189,15 @@ def test_fair_bound_ignores_flood_of_another_tenant() -> None:
         come(crowded, f"flood/{number}")
     assert come(crowded, "flood/late", ttft_deadline=20.0) == {"flood/late": "deadline_unmeetable"}
     assert come(crowded, "light/1", ttft_deadline=0.5) == {}
-    # A second of its own work waits, and two take turns: 1.6 s at the least, and its prompt.
+    # The tenant has 1 s of queued work, and two tenants alternate: at least 1.6 s, and the prompt.
     assert come(crowded, "light/2", ttft_deadline=1.6) == {"light/2": "deadline_unmeetable"}
     assert come(crowded, "light/3", ttft_deadline=1.8) == {}
-    crowded.hear(pb.GatewayMessage(withdraw=["light/1", "light/3"]))
+    crowded.receive(pb.GatewayMessage(withdraw=["light/1", "light/3"]))
     come(crowded, "higher/1", priority=1, predicted_tokens=100)
     assert come(crowded, "light/4", ttft_deadline=1.6) == {"light/4": "deadline_unmeetable"}
     assert come(crowded, "light/5", ttft_deadline=1.8) == {}
-    crowded.hear(pb.GatewayMessage(withdraw=["light/5", "higher/1"]))
-    # A second of its own, and a quarter of one of the flood's.
+    crowded.receive(pb.GatewayMessage(withdraw=["light/5", "higher/1"]))
+    # The tenant's own work takes 1 s, and the flood's share 0.25 s, by weight.
     assert come(crowded, "heavy/1") == {}
     assert come(crowded, "heavy/2", ttft_deadline=1.0) == {"heavy/2": "deadline_unmeetable"}
     assert come(crowded, "heavy/3", ttft_deadline=1.2) == {}

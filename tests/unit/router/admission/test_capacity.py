@@ -66,10 +66,10 @@ def test_capacity_reports_kinds_with_size_and_step_times() -> None:
     assert (few.device, few.workers, few.HasField("step_time")) == ("S", 1, False)
     assert (most.engine_policy, few.engine_policy) == ("slai", "")
     parts = most.step_time
-    told = Roofline(
+    reported = Roofline(
         parts.overhead_s, 0.0, parts.token_s, parts.kv_token_s, parts.pair_s, parts.row_s
     )
     for size in (StepSize(1, 1, 10, 10), StepSize(16, 30, 900, 950)):
-        assert told.seconds(size) == pytest.approx(known.seconds(size))
-        assert told.seconds(size) == pytest.approx(hardware.seconds(size), rel=0.01)
+        assert reported.seconds(size) == pytest.approx(known.seconds(size))
+        assert reported.seconds(size) == pytest.approx(hardware.seconds(size), rel=0.01)
     assert parts.error < 0.05

@@ -8,7 +8,7 @@ from tests.support.router.admission_support import Cluster, paced
 
 
 def say(cluster: Cluster, ledger_now: float = 0.0) -> pb.ClusterLoad:
-    """The leader's clock is a hundred seconds behind."""
+    """Return the load; the leader's clock is 100 s behind the ledger's."""
     return cluster.queue.load(ledger_now - 100.0, ledger_now)
 
 
@@ -27,11 +27,11 @@ def test_cluster_load_reports_queued_tokens_and_longest_wait() -> None:
 
 
 def test_cluster_load_measures_requeued_wait_from_requeue() -> None:
-    """And not since it came at first: the autoscaler would see a queue of ten minutes."""
+    """The wait since the first arrival would show the autoscaler a queue of ten minutes."""
     cluster = Cluster()
     cluster.connect()
-    told = pb.Waiting(request_id="a", arrived=5.0, prompt_tokens=30, attempt=1, accepted=True)
-    cluster.leader_state.on_message("g", pb.GatewayMessage(enqueue=[told]), now=500.0)
+    entry = pb.Waiting(request_id="a", arrived=5.0, prompt_tokens=30, attempt=1, accepted=True)
+    cluster.leader_state.on_message("g", pb.GatewayMessage(enqueue=[entry]), now=500.0)
     assert say(cluster, ledger_now=600.5).waited_s == 0.5
 
 
@@ -40,8 +40,8 @@ def test_cluster_load_counts_withdrawn_arrivals_once() -> None:
     cluster.connect()
     cluster.enqueue("a", prompt_tokens=30, predicted_tokens=10)
     cluster.enqueue("a", prompt_tokens=30, predicted_tokens=10)
-    cluster.hear(pb.GatewayMessage(withdraw=["a"]))
-    # It came under another leader, or comes back from its worker.
+    cluster.receive(pb.GatewayMessage(withdraw=["a"]))
+    # An accepted request arrived under another leader, or returns from its worker.
     cluster.enqueue("b", prompt_tokens=50, predicted_tokens=1, accepted=True)
     load = say(cluster)
     assert (load.queued_tokens, load.offered_tokens) == (51, 40)
@@ -75,7 +75,7 @@ def test_cluster_load_reports_service_counters_by_tenant() -> None:
         pb.ServedTokens(tenant="b", tokens=7),
         pb.ServedTokens(tenant="gone", priority=1, tokens=4),
     ]
-    cluster.hear(pb.GatewayMessage(served=served))
+    cluster.receive(pb.GatewayMessage(served=served))
     load = say(cluster)
     assert [(it.tenant, it.priority, it.counter) for it in load.services] == [
         ("b", 0, 7.0),
@@ -94,7 +94,7 @@ def test_cluster_load_counts_queue_by_class_and_tenant() -> None:
     assert [(it.tenant, it.priority, it.queued) for it in load.tenant_queues] == [
         *(("a", 0, 2), ("b", 0, 1), ("a", 1, 1))
     ]
-    cluster.hear(pb.GatewayMessage(withdraw=["a/1", "b/1"]))
+    cluster.receive(pb.GatewayMessage(withdraw=["a/1", "b/1"]))
     load = say(cluster)
     assert [(it.priority, it.queued) for it in load.class_queues] == [(0, 2)]
     assert [it.tenant for it in load.tenant_queues] == ["a"]
@@ -126,3 +126,18 @@ def test_cluster_load_counts_batches_apart() -> None:
     load = say(cluster)
     assert (load.queued, load.queued_tokens, load.batch_tokens) == (2, 70, 28)
     assert load.offered_tokens == 42
+
+
+def test_cluster_load_has_no_wait_while_a_batch_line_is_next() -> None:
+    """A request that waits for its adapter is parked, so the batch line heads the queue."""
+    cluster = Cluster()
+    cluster.connect()
+    cluster.add_worker("w", Load(1, num_running=4, num_waiting=2))
+    cluster.enqueue("line", priority=-10, arrived=0.0)
+    assert say(cluster, ledger_now=60.0).waited_s == 0.0
+    cluster.enqueue("chat", adapter="sql", arrived=60.0, accepted=True)
+    assert say(cluster, ledger_now=61.0).waited_s == 1.0
+    assert not cluster.place(61.0, 61.0)
+    load = say(cluster, ledger_now=62.0)
+    assert load.queued_tokens > load.batch_tokens > 0
+    assert load.waited_s == 0.0

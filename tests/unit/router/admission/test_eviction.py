@@ -1,8 +1,10 @@
-"""A higher class makes room for itself, late enough to need it and early enough to help."""
+"""Eviction of running requests by a higher class that would otherwise miss its deadline."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+
+import pytest
 
 from router.admission.throughput import ThroughputEstimator
 from router.admission.workers import Load
@@ -23,7 +25,7 @@ def test_eviction_comes_in_time_despite_an_avoided_worker() -> None:
 def full(
     load: Load = FULL, throughput: ThroughputEstimator | None = None, config: RouterConfig = CONFIG
 ) -> Cluster:
-    """Four requests run on the only worker; two more wait there."""
+    """Return a cluster whose only worker runs four requests; two more wait there."""
     cluster = Cluster(config)
     cluster.add_worker("w", load, throughput or paced())
     cluster.connect()
@@ -148,7 +150,68 @@ def test_eviction_does_not_repeat_a_recent_victim() -> None:
     cluster.enqueue("high", priority=1, ttft_deadline=10.0)
     assert victims(cluster, now=9.9) == ["d"]
     cluster.enqueue("high", priority=1, ttft_deadline=10.0)
+    assert victims(cluster, now=9.9) == ["c"]
+
+
+def test_eviction_burst_takes_one_victim_for_each_request() -> None:
+    for names in ([["h1", "h2", "h3"]], [["h1"], ["h2"], ["h3"]]):
+        cluster = full()
+        placed = []
+        for at_once in names:
+            for name in at_once:
+                cluster.enqueue(name, priority=1, ttft_deadline=10.0)
+            placed += cluster.place(ledger_now=9.9)
+        assert [[it.request_id for it in one.victims] for one in placed] == [["d"], ["c"], ["b"]]
+
+
+def evicted(num_running: int = 4, num_waiting: int = 3, has_ended: bool = True) -> Cluster:
+    """Return a cluster in which d was evicted for ``first``, which the worker has acknowledged.
+
+    The worker's slots are reported as they were before. ``has_ended``: d is queued again.
+    """
+    cluster = full(config=replace(CONFIG, local_depth=0))
+    cluster.enqueue("first", priority=1, ttft_deadline=10.0)
+    (placed,) = cluster.place(ledger_now=9.9)
+    cluster.placement.acknowledge("w", placed.epoch)
+    load = Load(2, num_running=num_running, num_waiting=num_waiting, blocks_used=60)
+    cluster.placement.report("w", load, now=0.0)
+    if has_ended:
+        cluster.enqueue("d", attempt=1, accepted=True)
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0)
+    return cluster
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+@pytest.mark.parametrize(("num_running", "num_waiting"), [(4, 3), (4, 2), (3, 3), (4, 0)])
+def test_eviction_counts_its_predecessor_once(
+    num_running: int, num_waiting: int, has_ended: bool
+) -> None:
+    """The predecessor waits at the worker or has the victim's slot, which is not reported yet."""
+    cluster = evicted(num_running, num_waiting, has_ended)
+    assert victims(cluster, now=9.9) == ["c"]
+
+
+def test_eviction_that_never_happens_frees_nothing_for_long() -> None:
+    for later, expected in ((2.0, ["c"]), (2.1, ["c", "b"])):
+        cluster = evicted(has_ended=False)
+        cluster.leader_state.prune(now=later)
+        assert victims(cluster, now=9.9) == expected
+
+
+def test_evicted_request_that_has_returned_frees_nothing() -> None:
+    cluster = evicted()
+    cluster.runs("d", "w", epoch=99)
     assert victims(cluster, now=9.9) == ["c", "b"]
+
+
+def test_eviction_counts_running_requests_once() -> None:
+    """Three requests of the same class took slots after the worker reported its slots."""
+    cluster = full(replace(FULL, num_waiting=0), config=replace(CONFIG, local_depth=0))
+    cluster.slots["w"] = ["a", "b"]
+    for number in range(3):
+        cluster.runs(f"running{number}", "w", priority=1, epoch=100 + number)
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0)
+    assert victims(cluster, now=9.9) == ["b"]
 
 
 def test_evicted_request_is_spared_until_recomputed() -> None:
@@ -197,7 +260,7 @@ def test_eviction_for_higher_class_works_on_lower_class_turn() -> None:
 
 
 def test_eviction_cannot_bypass_same_class_pending_prefill() -> None:
-    """Slots and blocks are free, and who is pending is of its own class: it would come as late."""
+    """Slots and blocks are free; only prefill of the request's own class delays it."""
     pending = CONFIG.max_pending_prefill
     cluster = Cluster(CONFIG)
     cluster.connect()

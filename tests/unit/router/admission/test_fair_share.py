@@ -1,4 +1,4 @@
-"""Tenants take turns by what they were served, which differs by no more than is promised."""
+"""Fair share of tenants: token counters, and the bound on the gap in service."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from everlift.request_id import qualify, tenant_of
 from everlift.v1 import session_pb2 as pb
 from router.admission.fair_share import FairShare, TokenCounters
+from router.admission.parking import Wait
 from router.admission.policy import (
     EarliestDeadline,
     Fifo,
@@ -62,11 +63,14 @@ class _Running:
 
 
 class Engine:
-    """Requests of tenants that always have some that wait, a token each at every step, of which it
-    is told every ``telling`` steps. What they were served, beside what the counters say."""
+    """Engine whose requests generate a token in each step, for tenants that are always backlogged.
+
+    Output tokens are reported to the fair share every ``report_every`` steps. ``served`` is the
+    actual service of each tenant, to compare with its counter.
+    """
 
     def __init__(
-        self, policy: Policy, tenants: dict[str, list[tuple[int, int]]], telling: int = 1
+        self, policy: Policy, tenants: dict[str, list[tuple[int, int]]], report_every: int = 1
     ) -> None:
         self.share = fair_share()
         self.queue = queue_in_turns(policy, self.share)
@@ -74,8 +78,8 @@ class Engine:
         self.lengths = tenants
         self.number = self.steps = 0
         self.running: list[_Running] = []
-        self._telling = telling
-        self._untold: dict[str, int] = defaultdict(int)
+        self._report_every = report_every
+        self._unreported: dict[str, int] = defaultdict(int)
         for tenant in tenants:
             for _ in range(3):
                 self.submit(tenant)
@@ -95,13 +99,13 @@ class Engine:
         for each in self.running:
             each.left -= 1
             self.served[each.tenant] += OUTPUT
-            self._untold[each.tenant] += 1
+            self._unreported[each.tenant] += 1
         self.running = [each for each in self.running if each.left]
         self.steps += 1
-        if self.steps % self._telling == 0:
-            for tenant, tokens in self._untold.items():
+        if self.steps % self._report_every == 0:
+            for tenant, tokens in self._unreported.items():
                 self.share.charge_outputs(served(tenant, tokens))
-            self._untold.clear()
+            self._unreported.clear()
 
     def counter(self, tenant: str) -> float:
         return self.share.counters(0).counter_of(tenant)
@@ -120,11 +124,11 @@ LENGTHS = st.lists(
     st.sampled_from([1, 4]),
 )
 def test_fair_share_bounds_service_gap_of_backlogged_tenants(
-    lengths: list[list[tuple[int, int]]], policy: Policy, telling: int
+    lengths: list[list[tuple[int, int]]], policy: Policy, report_every: int
 ) -> None:
     """The bound holds for any requests, and between any two moments."""
-    engine = Engine(policy, {f"t{n}": each for n, each in enumerate(lengths)}, telling)
-    late = OUTPUT * SLOTS * (telling - 1)
+    engine = Engine(policy, {f"t{n}": each for n, each in enumerate(lengths)}, report_every)
+    late = OUTPUT * SLOTS * (report_every - 1)
     bound = late + max(PROMPT * LONGEST_PROMPT, OUTPUT * SLOTS * (LONGEST_PROMPT + LONGEST_OUTPUT))
     differences: dict[tuple[str, str], list[float]] = {}
     for _ in range(150):
@@ -213,12 +217,12 @@ def test_fair_share_keeps_separate_counters_per_class() -> None:
 def test_fair_share_charges_a_prompt_once_across_leaders() -> None:
     share = fair_share()
     queue = queue_in_turns(Fifo(), share)
-    for told in (
+    for entry in (
         pb.Waiting(request_id="t/new", prompt_tokens=10),
-        pb.Waiting(request_id="t/told", prompt_tokens=10, accepted=True),
+        pb.Waiting(request_id="t/accepted", prompt_tokens=10, accepted=True),
         pb.Waiting(request_id="t/back", prompt_tokens=15, accepted=True, attempt=1),
     ):
-        queue.push(Waiting.from_proto("g", told))
+        queue.push(Waiting.from_proto("g", entry))
         queue.pop(0.0)
     queue.note_direct_dispatch(waiting("t", 4), 0)
     assert share.counters(0).counter_of("t") == 30 * PROMPT
@@ -254,6 +258,44 @@ def test_token_counter_is_not_lifted_by_replaced_request() -> None:
     assert share.counters(0).counter_of("least") == 0
 
 
+ANYWHERE, AT_WORKER = Wait("", 0, 0.0, 0.0, 9.0), Wait("w", 0, 0.0, 0.0, 9.0)
+
+
+@pytest.mark.parametrize(("wait", "level"), [(ANYWHERE, 1000), (AT_WORKER, 0)])
+def test_parked_request_sets_level_only_if_worker_is_known(wait: Wait, level: int) -> None:
+    share = fair_share()
+    queue = queue_in_turns(Fifo(), share)
+    parked = waiting("parked", 1)
+    queue.push(parked)
+    queue.park(parked.request_id, wait)
+    queue.push(waiting("busy", 1))
+    share.charge_outputs(served("busy", 500))
+    queue.push(waiting("new", 1))
+    assert share.counters(0).counter_of("new") == level
+    assert share.gap == 1000 - level
+    queue.unpark(parked.request_id, 1.0)
+    assert share.counters(0).counter_of("parked") == level
+
+
+def test_parked_request_leaves_with_its_cost_and_its_count() -> None:
+    share = fair_share()
+    queue = queue_in_turns(Fifo(), share)
+    requests = [waiting("parked", number) for number in range(3)]
+    for each in requests:
+        queue.push(each)
+        queue.park(each.request_id, ANYWHERE)
+    queue.push(waiting("busy", 1))
+    share.charge_outputs(served("busy", 500))
+    assert [(it.tenant, it.queued) for it in share.queues()] == [("parked", 3), ("busy", 1)]
+    assert share.work_before(requests[0]) == 3 * 10 * (1 + 1)
+    queue.dispatch(requests[0], 0)
+    assert share.counters(0).counter_of("parked") == 1000 + 10 * PROMPT
+    queue.withdraw(requests[1].request_id, "g")
+    queue.push(requests[2]._replace(max_tokens=1))
+    assert share.counters(0).waiting == {"parked": 1, "busy": 1}
+    assert [it.queued for it in share.queues()] == [1, 1]
+
+
 def test_token_counters_bound_memory_of_returning_tenants() -> None:
     counters = TokenCounters()
     counters.note_queued("least", lift=True)
@@ -268,11 +310,11 @@ def test_token_counters_bound_memory_of_returning_tenants() -> None:
 def test_token_counters_are_unchanged_by_forgetting(
     steps: list[tuple[int, int, bool]],
 ) -> None:
-    forgetful, other = TokenCounters(), TokenCounters()
+    pruned, other = TokenCounters(), TokenCounters()
     other._prune_threshold = 1 << 30
     here: list[str] = []
     for number, cost, comes in steps:
-        for counters in (forgetful, other):
+        for counters in (pruned, other):
             if comes or not here:
                 counters.note_queued(f"t{number}", lift=True)
                 counters.charge(f"t{number}", cost)
@@ -282,8 +324,8 @@ def test_token_counters_are_unchanged_by_forgetting(
             here.append(f"t{number}")
         else:
             del here[number % len(here)]
-        assert forgetful.gap == other.gap
-        assert all(forgetful.counter_of(tenant) == other.counter_of(tenant) for tenant in here)
+        assert pruned.gap == other.gap
+        assert all(pruned.counter_of(tenant) == other.counter_of(tenant) for tenant in here)
 
 
 def test_token_counters_forget_finished_tenants() -> None:
@@ -295,7 +337,7 @@ def test_token_counters_forget_finished_tenants() -> None:
     assert len(counters) < 200
 
 
-# from one leader to the next
+# change of leader
 
 
 def test_next_leader_continues_the_counters_in_any_order() -> None:

@@ -1,4 +1,4 @@
-"""The head of the queue waits for gateways that may have something older, and not for ever."""
+"""The head of the queue waits, up to a timeout, for gateways that may report older requests."""
 
 from __future__ import annotations
 

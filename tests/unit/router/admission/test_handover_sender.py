@@ -1,4 +1,4 @@
-"""Messages of a gateway to a new leader: everything once, in order, and always the newest state."""
+"""Handover messages of a gateway to a new leader: each request once, in order, and up to date."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def runs(request_id: str, *, is_preempted: bool = False) -> Running:
     return Running(request_id, "router", "w", 1, 0, 1, 0.0, 0, is_preempted=is_preempted)
 
 
-def telling(
+def sender(
     waiting: Iterable[Waiting] = (), running: Iterable[Running] = (), generation: str = ""
 ) -> HandoverSender:
     return HandoverSender("router", waiting, running, generation, Fifo())
 
 
-def told(parts: Iterable[pb.GatewayMessage]) -> list[str]:
-    """Return the content of the messages; within one: queued, withdrawn, running requests."""
+def entries(parts: Iterable[pb.GatewayMessage]) -> list[str]:
+    """Return the entries of the messages, of each one in the order queued, withdrawn, running."""
     words: list[str] = []
     for part in parts:
         words.extend(f"waits {it.request_id}" for it in part.enqueue)
@@ -50,15 +50,15 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sender_first_message_has_router_and_generation() -> None:
-    first, *others = rest(telling([waits("a", 1.0)], generation="one"))
+    first, *others = rest(sender([waits("a", 1.0)], generation="one"))
     assert (first.router_id, first.generation) == ("router", "one")
     assert not any(part.router_id or part.generation for part in others)
 
 
 def test_sender_sends_all_requests_once_in_parts() -> None:
-    this = telling([waits("a", 1.0), waits("b", 2.0), waits("c", 3.0)], [runs("x"), runs("y")])
+    this = sender([waits("a", 1.0), waits("b", 2.0), waits("c", 3.0)], [runs("x"), runs("y")])
     parts = list(rest(this))
-    assert told(parts) == ["waits a", "waits b", "waits c", "complete", "runs x", "runs y"]
+    assert entries(parts) == ["waits a", "waits b", "waits c", "complete", "runs x", "runs y"]
     assert max(len(part.enqueue) + len(part.running) for part in parts) == 2
 
 
@@ -70,70 +70,70 @@ def test_sender_builds_entries_lazily() -> None:
             made.append(number)
             yield waits(f"r{number}", number)
 
-    this = telling(waiting())
+    this = sender(waiting())
     this.next_message()
     assert len(made) <= 2
 
 
 def test_sender_sends_new_request_behind_mark_in_order() -> None:
-    this = telling([waits("a", 1.0), waits("c", 3.0)])
+    this = sender([waits("a", 1.0), waits("c", 3.0)])
     first = this.next_message()
     this.enqueue(waits("d", 4.0))
     this.enqueue(waits("b", 2.0))
-    assert told([first, *rest(this)]) == ["waits a", "waits b", "waits c", "waits d", "complete"]
+    assert entries([first, *rest(this)]) == ["waits a", "waits b", "waits c", "waits d", "complete"]
 
 
 def test_sender_sends_request_before_mark_at_once() -> None:
-    this = telling([waits("b", 2.0), waits("c", 3.0), waits("d", 4.0), waits("e", 5.0)])
+    this = sender([waits("b", 2.0), waits("c", 3.0), waits("d", 4.0), waits("e", 5.0)])
     first = this.next_message()
     this.enqueue(waits("a", 1.0))
-    assert told([first, this.next_message()]) == ["waits b", "waits a", "waits c", "waits d"]
+    assert entries([first, this.next_message()]) == ["waits b", "waits a", "waits c", "waits d"]
 
 
 def test_sender_omits_entries_changed_since_the_start() -> None:
-    this = telling([waits(name, float(n)) for n, name in enumerate("abcd")], [runs("x"), runs("y")])
+    this = sender([waits(name, float(n)) for n, name in enumerate("abcd")], [runs("x"), runs("y")])
     first = this.next_message()
     this.withdraw("b")
     this.dispatched("c")
     this.withdraw("x")
-    words = told([first, *rest(this)])
+    words = entries([first, *rest(this)])
     assert words == ["waits a", "waits d", "gone b", "gone x", "complete", "runs y"]
 
 
 def test_sender_sends_only_latest_state_of_a_request() -> None:
-    this = telling()
+    this = sender()
     list(rest(this))
     this.enqueue(waits("a", 1.0))
     this.withdraw("a")
     this.withdraw("b")
     this.enqueue(waits("b", 2.0))
-    assert told(rest(this)) == ["waits b", "gone a"]
+    assert entries(rest(this)) == ["waits b", "gone a"]
     this.report_running(runs("b", is_preempted=True))
     this.report_running(runs("b", is_preempted=False))
-    assert told(rest(this)) == ["runs b"]
+    assert entries(rest(this)) == ["runs b"]
 
 
 def test_sender_omits_late_request_already_withdrawn() -> None:
-    this = telling([waits("a", 1.0)])
+    this = sender([waits("a", 1.0)])
     this.enqueue(waits("late", 5.0))
     this.withdraw("late")
     this.enqueue(waits("twice", 6.0))
     this.enqueue(waits("twice", 6.0))
-    assert told(rest(this)) == ["waits a", "gone late", "waits twice", "complete"]
+    assert entries(rest(this)) == ["waits a", "gone late", "waits twice", "complete"]
 
 
 def test_sender_dispatch_cancels_enqueue_but_not_withdraw() -> None:
-    this = telling()
+    this = sender()
     list(rest(this))
     this.enqueue(waits("a", 1.0))
     this.dispatched("a")
     this.withdraw("b")
     this.dispatched("b")
-    assert told(rest(this)) == ["gone b"]
+    assert entries(rest(this)) == ["gone b"]
 
 
 def test_sender_sends_a_new_generation() -> None:
-    this = telling(generation="one")
+    this = sender(generation="one")
     list(rest(this))
     assert not this
     this.report_generation("two")

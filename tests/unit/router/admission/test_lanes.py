@@ -1,4 +1,4 @@
-"""A line against a sorted list, and what it keeps of requests that have left."""
+"""Request heap, compared with a sorted list, and its number of stale entries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ steps = st.lists(st.tuples(st.sampled_from(["push", "leave", "first"]), numbers)
 
 
 class Lined:
-    """A line, and the requests that it should have, in order."""
+    """Request heap, and the sorted entries that it should have."""
 
     def __init__(self) -> None:
         self.heap = RequestHeap()

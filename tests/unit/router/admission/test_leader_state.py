@@ -30,7 +30,7 @@ class Leader:
         )
         self.state.handover.set_live_gateways(())
         self.state.connect("g", 0.0)
-        self.hear(is_complete=True)
+        self.receive(is_complete=True)
         self._epochs = count(1)
         for model in models:
             self.add_worker(model)
@@ -41,12 +41,12 @@ class Leader:
         placement.report(f"of-{model}", Load(0), 0.0)
         placement.workers[f"of-{model}"].throughput = paced()
 
-    def hear(self, **fields: object) -> list[str]:
+    def receive(self, **fields: object) -> list[str]:
         message = pb.GatewayMessage(**fields)  # type: ignore[arg-type]
         return [it.waiting.request_id for it in self.state.on_message("g", message, 0.0).refused]
 
     def enqueue(self, model: str, *names: str) -> list[str]:
-        return self.hear(
+        return self.receive(
             enqueue=[
                 pb.Waiting(request_id=it, model=model, prompt_tokens=32, choices=1) for it in names
             ]
@@ -66,7 +66,7 @@ def test_leader_places_requests_on_workers_of_their_model() -> None:
     leader.enqueue("b", "r1")
     assert leader.place() == {"r0": "of-a", "r2": "of-a", "r1": "of-b"}
     assert (leader.state.queued, leader.state.running) == (0, 3)
-    leader.hear(withdraw=["r0", "r1"])
+    leader.receive(withdraw=["r0", "r1"])
     assert leader.state.running == 1
 
 
@@ -112,7 +112,7 @@ def test_lost_worker_affects_only_its_model() -> None:
 def test_load_reports_total_and_each_model() -> None:
     leader = Leader("a", "b")
     leader.enqueue("a", "r0", "r1")
-    leader.hear(
+    leader.receive(
         demands=[pb.WorkerDemand(model="a", workers=3), pb.WorkerDemand(model="b", workers=1)],
         starts=[pb.WorkerStart(name="s", model="a", seconds=9.0)],
     )
@@ -132,7 +132,7 @@ def test_changed_worker_is_wanted_at_its_new_model() -> None:
     leader.placements["b"].report("moved", Load(0), 0.0)
     unknown = leader.state.load(7, 0.0, 0.0)
     assert not any(it.HasField("wanted_workers") for it in unknown.models.values())
-    leader.hear(demands=[pb.WorkerDemand(model=model, workers=2) for model in "ab"])
+    leader.receive(demands=[pb.WorkerDemand(model=model, workers=2) for model in "ab"])
     load = leader.state.load(7, 0.0, 0.0)
     assert {name: it.wanted_workers for name, it in load.models.items()} == {"a": 1, "b": 3}
 
@@ -157,7 +157,7 @@ def test_tenant_counters_are_restored_by_model() -> None:
     leader.state.restore_counters(pb.ClusterLoad(models={"a": pb.ClusterLoad(services=services)}))
     assert leader.state.has_restored_counters
     for model, names in (("a", ("t/0", "u/0")), ("b", ("t/1", "u/1"))):
-        leader.hear(
+        leader.receive(
             enqueue=[
                 pb.Waiting(
                     request_id=it,

@@ -285,7 +285,7 @@ def test_parked_request_returns_in_every_order(
         cluster.ask("a", arrived=0.0, predicted_total=TOKENS)
         now = 20.0 * number
         assert cluster.place_at(now) == [] and cluster.is_parked("a")
-        cluster.hear(pb.GatewayMessage(withdraw=["a"]))
+        cluster.receive(pb.GatewayMessage(withdraw=["a"]))
     cluster.ask("a", arrived=0.0, predicted_total=TOKENS)
     assert cluster.place_at(41.0) == []
     assert cluster.place_at(55.0) == [("a", "cold")]
@@ -319,7 +319,7 @@ def test_withdrawn_request_stops_waiting_for_prefix() -> None:
     cluster.placement.workers["warm"].departures = departing(1.0)
     cluster.ask("a")
     assert cluster.place_at(0.0) == []
-    cluster.hear(pb.GatewayMessage(withdraw=["a"]))
+    cluster.receive(pb.GatewayMessage(withdraw=["a"]))
     cluster.report("warm", 1.0, num_running=0)
     assert cluster.place_at(1.0) == [] and cluster.leader_state.queued == 0
 
@@ -340,12 +340,12 @@ def test_later_waits_end_at_the_first_saving() -> None:
     now = 0.0
     while cluster.is_parked("a"):
         now += 0.01
-        # What another worker would take grows, so that each new wait would save more.
+        # The time at the other worker grows, so that each new wait would save more.
         cluster.report("cold", now, num_running=1, pending_prefill_tokens=1000)
         cluster.report("warm", now, num_running=4)
         cluster.placement.workers["warm"].departures = departing(2.0)
         cluster.place_at(now)
-    # The 768 cached tokens, less the delay of two a second during the other 256.
+    # Prefill of the 768 cached tokens, less the delay of two requests a second by the other 256.
     assert now == pytest.approx(0.768 - 0.256**2, abs=0.02)
 
 
@@ -431,7 +431,7 @@ def test_wait_costs_at_most_twice_the_clairvoyant(
 
 @given(st.integers(0, 2**32), st.integers(1, 12))
 def test_credit_is_never_idle_after_a_wait_has_ended(seed: int, num: int) -> None:
-    """A placement leaves only waits that may still pay, and no request that could leave."""
+    """Each placement ends waits that can no longer pay, and leaves no request that could start."""
     rng = Random(seed)
     cluster = Warm(Load(1, num_running=4), Load(1))
     names = [f"r{number}" for number in range(num)]

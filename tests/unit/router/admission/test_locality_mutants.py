@@ -1,4 +1,4 @@
-"""Faults of dispatch by cached prefix that its tests must notice."""
+"""Mutants of prefix-cache-aware dispatch that its tests must detect."""
 
 from __future__ import annotations
 

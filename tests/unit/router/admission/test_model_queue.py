@@ -43,7 +43,7 @@ def test_leader_state_refuses_only_new_requests_when_full() -> None:
     cluster.connect()
     entries = [pb.Waiting(request_id=name) for name in ("a", "b", "c", "d", "a")]
     entries.append(pb.Waiting(request_id="adopted", accepted=True))
-    assert cluster.hear(pb.GatewayMessage(enqueue=entries)) == (["d"], [])
+    assert cluster.receive(pb.GatewayMessage(enqueue=entries)) == (["d"], [])
     assert cluster.leader_state.queued == 4
 
 
@@ -53,8 +53,8 @@ def test_requeued_or_withdrawn_request_is_no_longer_running() -> None:
     for name in ("a", "b", "c"):
         cluster.runs(name, "w")
     cluster.enqueue("a")
-    cluster.hear(pb.GatewayMessage(withdraw=["b"]))
-    cluster.hear(pb.GatewayMessage(withdraw=["c"]), gateway="stranger")
+    cluster.receive(pb.GatewayMessage(withdraw=["b"]))
+    cluster.receive(pb.GatewayMessage(withdraw=["c"]), gateway="stranger")
     assert (cluster.leader_state.running, cluster.leader_state.queued) == (1, 1)
     cluster.runs("a", "w")
     assert (cluster.leader_state.running, cluster.leader_state.queued) == (2, 0)
@@ -73,10 +73,10 @@ def test_withdrawn_request_reports_its_wait_and_cause() -> None:
     cluster.leader_state.place(3.0, 3.0, 1, lambda: 7)
     message = pb.GatewayMessage(withdraw=["a", "b", "stranger"])
     assert not cluster.leader_state.on_message("other", message, 4.0).withdrawn
-    (told,) = cluster.leader_state.on_message("g", message, 5.0).withdrawn
+    (withdrawn,) = cluster.leader_state.on_message("g", message, 5.0).withdrawn
     queue = inference_pb2.QueueBypass(found=1, earlier=1, order="fifo", before=["a"])
     queue_wait = pb.QueueWait(seconds=5.0, no_worker_s=3.0, queue=queue)
-    assert told == pb.Withdrawn(request_id="b", queue_wait=queue_wait)
+    assert withdrawn == pb.Withdrawn(request_id="b", queue_wait=queue_wait)
     assert not cluster.leader_state.on_message("g", message, 6.0).withdrawn
 
 
@@ -106,7 +106,7 @@ def test_request_avoiding_the_only_free_worker_blocks_no_other() -> None:
     cluster.enqueue("first", avoid="free", attempt=1, accepted=True)
     cluster.enqueue("second", arrived=1.0)
     assert [(it.waiting.request_id, it.worker_id) for it in cluster.place()] == [("second", "free")]
-    # It takes the next place of another worker before all that were queued later.
+    # The request takes the next capacity of another worker before all that were queued later.
     cluster.enqueue("third", arrived=2.0)
     cluster.placement.report("free", Load(2, num_running=4, num_waiting=2), 0.1)
     cluster.placement.report("full", Load(2, num_running=4, num_waiting=1), 0.1)
@@ -189,7 +189,7 @@ def test_reserve_fails_until_handover_completes() -> None:
     cluster.add_worker("w", Load(1))
     cluster.leader_state.connect("g", 0.0)
     assert reserve(cluster) is None
-    cluster.hear(pb.GatewayMessage(is_complete=True))
+    cluster.receive(pb.GatewayMessage(is_complete=True))
     assert reserve(cluster) is not None
 
 
@@ -202,7 +202,7 @@ def test_dispatch_waits_until_handover_order_is_known() -> None:
     cluster.enqueue("c", gateway="other", arrived=3.0)
     assert names(cluster) == ["b"]
     assert names(cluster) == []
-    cluster.hear(pb.GatewayMessage(is_complete=True))
+    cluster.receive(pb.GatewayMessage(is_complete=True))
     assert names(cluster) == ["c"]
 
 
@@ -210,8 +210,8 @@ def key(order: Order, waiting: Waiting) -> Key:
     return key_of(policy_of(order, CONFIG), waiting)
 
 
-class Teller:
-    """A gateway with requests of its own, some of which it gets while it tells of the others."""
+class Handover:
+    """Gateway with requests, ``late`` of which arrive while it hands over the others."""
 
     def __init__(
         self, name: str, waiting: list[tuple[int, float]], late: int, order: Order
@@ -233,13 +233,13 @@ class Teller:
         self.late = [self.waiting[name] for name in list(self.waiting)[:late]]
         early = [it for it in self.waiting.values() if it not in self.late]
         early.sort(key=lambda it: key(order, it))
-        self.telling = HandoverSender(name, early, (), "", policy_of(order, CONFIG))
+        self.sender = HandoverSender(name, early, (), "", policy_of(order, CONFIG))
 
     def parts(self) -> Iterator[pb.GatewayMessage]:
-        while self.telling:
-            yield self.telling.next_message()
+        while self.sender:
+            yield self.sender.next_message()
             if self.late:
-                self.telling.enqueue(self.late.pop())
+                self.sender.enqueue(self.late.pop())
 
 
 @given(
@@ -255,37 +255,35 @@ class Teller:
 def test_order_holds_however_gateways_interleave(
     gateways: list[list[tuple[int, float]]], late: int, dice: random.Random, order: Order
 ) -> None:
-    """Reports that are late may be too late; all others leave in one order, from the first message
-    on.
-    """
+    """Requests that arrive during the handover may leave out of order; all others may not."""
     with patch.multiple("router.admission.handover", _FIRST_SIZE=1, _MAX_SIZE=3):
-        _call_the_roll(gateways, late, dice, order)
+        _check_handover_order(gateways, late, dice, order)
 
 
-def _call_the_roll(
+def _check_handover_order(
     gateways: list[list[tuple[int, float]]], late: int, dice: random.Random, order: Order
 ) -> None:
     cluster = Cluster(replace(CONFIG, order=order))
     cluster.add_worker("w", Load(1), capacity=HUGE)
-    tellers = [Teller(f"g{n}-", waiting, late, order) for n, waiting in enumerate(gateways)]
-    cluster.leader_state.handover.set_live_gateways([teller.name for teller in tellers])
-    late_ones = {it.request_id for teller in tellers for it in teller.late}
-    speaking = {teller.name: teller.parts() for teller in tellers}
-    told: list[str] = []
+    handovers = [Handover(f"g{n}-", waiting, late, order) for n, waiting in enumerate(gateways)]
+    cluster.leader_state.handover.set_live_gateways([handover.name for handover in handovers])
+    late_ones = {it.request_id for handover in handovers for it in handover.late}
+    sending = {handover.name: handover.parts() for handover in handovers}
+    sent: list[str] = []
     left: list[str] = []
-    while speaking:
-        name = dice.choice(sorted(speaking))
-        part = next(speaking[name], None)
+    while sending:
+        name = dice.choice(sorted(sending))
+        part = next(sending[name], None)
         if part is None:
-            del speaking[name]
+            del sending[name]
         elif part.router_id:
             cluster.leader_state.connect(name, 0.0)
         if part is not None:
-            told.extend(it.request_id for it in part.enqueue)
-            cluster.hear(part, name)
+            sent.extend(it.request_id for it in part.enqueue)
+            cluster.receive(part, name)
         left.extend(names(cluster))
-    everything = {k: v for teller in tellers for k, v in teller.waiting.items()}
-    assert sorted(told) == sorted(left) == sorted(everything)
+    everything = {k: v for handover in handovers for k, v in handover.waiting.items()}
+    assert sorted(sent) == sorted(left) == sorted(everything)
     in_time = [name for name in left if name not in late_ones]
     assert in_time == sorted(in_time, key=lambda name: key(order, everything[name]))
 
@@ -341,7 +339,7 @@ def test_attained_order_counts_prompts_and_reported_outputs() -> None:
     cluster.leader_state.confirm_reservation(reserved, "g", 0.0)
     cluster.enqueue("1", session=2, prompt_tokens=50)
     assert names(cluster) == ["1"]
-    cluster.hear(pb.GatewayMessage(session_outputs=[pb.SessionOutput(session=3, tokens=100)]))
+    cluster.receive(pb.GatewayMessage(session_outputs=[pb.SessionOutput(session=3, tokens=100)]))
     for number, session in enumerate((1, 3, 2, 0)):
         cluster.enqueue(
             f"next of {session}", session=session, estimated_wait_s=9.0, arrived=0.01 * number
@@ -352,7 +350,7 @@ def test_attained_order_counts_prompts_and_reported_outputs() -> None:
 def test_attained_order_does_not_hold_back_returning_requests() -> None:
     cluster = Cluster(replace(CONFIG, order="attained", max_queued=100))
     cluster.connect()
-    cluster.hear(pb.GatewayMessage(session_outputs=[pb.SessionOutput(session=1, tokens=100)]))
+    cluster.receive(pb.GatewayMessage(session_outputs=[pb.SessionOutput(session=1, tokens=100)]))
     cluster.enqueue("other", arrived=2.0, estimated_wait_s=9.0)
     cluster.enqueue("new", session=1, arrived=1.0, estimated_wait_s=9.0)
     cluster.enqueue("lost its worker", session=1, arrived=1.5, estimated_wait_s=9.0, attempt=1)
@@ -378,7 +376,7 @@ def test_rules_change_queue_limit_for_new_requests() -> None:
         cluster.enqueue(name)
     obey(cluster, max_queued=2)
     entries = [pb.Waiting(request_id="d"), pb.Waiting(request_id="a", accepted=True)]
-    assert cluster.hear(pb.GatewayMessage(enqueue=entries)) == (["d"], [])
+    assert cluster.receive(pb.GatewayMessage(enqueue=entries)) == (["d"], [])
     assert cluster.leader_state.queued == 3
 
 
@@ -389,9 +387,9 @@ def test_handover_does_not_await_gateway_in_another_order() -> None:
     cluster.leader_state.connect("g", 0.0)
     cluster.enqueue("a", deadline=9.0, accepted=True)
     cluster.enqueue("b", deadline=5.0, accepted=True)
-    told = pb.Waiting(request_id="c", deadline=7.0, choices=1, accepted=True)
+    entry = pb.Waiting(request_id="c", deadline=7.0, choices=1, accepted=True)
     cluster.leader_state.connect("other", 0.0)
-    cluster.hear(pb.GatewayMessage(order="fifo", enqueue=[told]), "other")
+    cluster.receive(pb.GatewayMessage(order="fifo", enqueue=[entry]), "other")
     assert names(cluster) == ["b", "c", "a"]
 
 
@@ -399,7 +397,7 @@ def test_handover_is_not_awaited_after_order_change() -> None:
     cluster = Cluster()
     cluster.add_worker("w", Load(1), capacity=HUGE)
     cluster.leader_state.connect("g", 0.0)
-    cluster.hear(pb.GatewayMessage(order="fifo"))
+    cluster.receive(pb.GatewayMessage(order="fifo"))
     for name, deadline in (("b", 9.0), ("a", 5.0)):
         cluster.enqueue(name, deadline=deadline, accepted=True)
     obey(cluster, "deadline")
@@ -420,10 +418,10 @@ def test_move_order_prefers_earlier_deadline_over_arrival() -> None:
 def test_attained_rank_is_kept_when_a_request_is_reported_again() -> None:
     cluster = Cluster(replace(CONFIG, order="attained", max_queued=100))
     cluster.connect()
-    cluster.hear(pb.GatewayMessage(session_outputs=[pb.SessionOutput(session=7, tokens=100)]))
+    cluster.receive(pb.GatewayMessage(session_outputs=[pb.SessionOutput(session=7, tokens=100)]))
     cluster.enqueue("a", session=7)
     before = cluster.queue._queue.get("a", "g")
-    cluster.hear(pb.GatewayMessage(session_outputs=[pb.SessionOutput(session=7, tokens=900)]))
+    cluster.receive(pb.GatewayMessage(session_outputs=[pb.SessionOutput(session=7, tokens=900)]))
     for number in range(9):
         cluster.enqueue(f"other{number}")
     cluster.enqueue("a", session=7)

@@ -1,4 +1,4 @@
-"""A preempted request moves where it goes on sooner, and where nobody has a better right."""
+"""Moves of preempted requests to workers that resume them sooner, unless others go first."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from router.admission.throughput import ThroughputEstimator
 from router.admission.workers import Load
 from tests.support.router.admission_support import Cluster, paced
 
-#: The home lacks ten blocks for a request of 310 known tokens.
+#: Load of the home worker, which lacks ten blocks for a request of 310 known tokens.
 STARVED = Load(1, num_running=3, num_waiting=1, blocks_used=100, pending_prefill_tokens=310)
 ROOMY = Load(1, num_running=1, blocks_used=20)
-#: Room for two of them as they are, and not for both to grow.
+#: Blocks for two such requests as they are, but not for the growth of both.
 TIGHT = Load(1, num_running=1, blocks_used=45)
 
 
@@ -117,7 +117,7 @@ def test_move_yields_to_older_queued_request() -> None:
 
 
 def test_fair_move_yields_to_tenant_whose_turn_it_is() -> None:
-    """However old it is; of one tenant the older one, as ever."""
+    """The tenant decides before the age; of two requests of one tenant, the older one is first."""
     for tenant, preempted, arrived, moves in (
         ("little", "flood", 1.0, False),
         ("flood", "little", 9.0, True),
@@ -127,9 +127,9 @@ def test_fair_move_yields_to_tenant_whose_turn_it_is() -> None:
         cluster = starved(paced(), weight_of=lambda tenant: 1.0)
         cluster.leader_state.disconnect("g")
         cluster.connect()
-        cluster.hear(pb.GatewayMessage(is_complete=True))
+        cluster.receive(pb.GatewayMessage(is_complete=True))
         cluster.enqueue(f"{tenant}/waits", arrived=5.0)
-        cluster.hear(pb.GatewayMessage(served=[pb.ServedTokens(tenant="flood", tokens=500)]))
+        cluster.receive(pb.GatewayMessage(served=[pb.ServedTokens(tenant="flood", tokens=500)]))
         cluster.runs(f"{preempted}/r", "home", preempted=True, arrived=arrived)
         assert bool(cluster.moves()) is moves, (tenant, preempted, arrived)
 
@@ -145,9 +145,7 @@ def test_move_room_is_not_promised_twice() -> None:
 
 
 def moved_in(cluster: Cluster, second_at: float) -> list[tuple[str, str]]:
-    """Move a request to a worker with steps of 10 ms, and let it run; return the second one's
-    moves.
-    """
+    """Move ``r`` to a worker with steps of 10 ms and run it; return the moves of ``second``."""
     assert cluster.moves() == [("r", "other")]
     cluster.enqueue("r", prompt_tokens=310)
     assert cluster.place()
@@ -173,7 +171,7 @@ def test_growth_promise_ends_when_request_leaves_worker() -> None:
         cluster = starved(paced(), TIGHT)
         assert not moved_in(cluster, second_at=2.1)
         if end == "ends":
-            cluster.hear(pb.GatewayMessage(withdraw=["r"]))
+            cluster.receive(pb.GatewayMessage(withdraw=["r"]))
         elif end == "waits again":
             cluster.enqueue("r")
         elif end == "runs elsewhere":

@@ -1,5 +1,4 @@
-"""More requests than workers can serve, in virtual time: engines' own schedulers, the leader's and
-the gateway's decisions."""
+"""Overload in virtual time, with the real schedulers of engines, leader and gateways."""
 
 from __future__ import annotations
 
@@ -15,9 +14,9 @@ import pytest
 from router.config import RouterConfig
 from tests.support.router.overload_support import TPOT_S, Asked, VirtualCluster, chats
 
-#: Requests a second that one worker serves of these; more make the queue grow.
+#: Requests per second that one worker serves of ``chats``; more make the queue grow.
 CAPACITY = 41.0
-#: The queue is as long as it becomes after that.
+#: Interval of the evaluated arrivals; the queue has its final length when it begins.
 _BEGIN_S, _END_S = 6.0, 20.0
 
 
@@ -28,7 +27,7 @@ def played(load: float, **settings: object) -> list[Asked]:
 
 
 def goodput(load: Iterable[Asked]) -> float:
-    """Requests a second that had all their tokens in time."""
+    """Return the requests per second that met their targets for TTFT and TPOT."""
     good = sum(it.is_good for it in load if _BEGIN_S <= it.arrived < _END_S)
     return good / (_END_S - _BEGIN_S)
 
@@ -70,7 +69,7 @@ def test_tpot_target_bounds_mean_time_per_token() -> None:
 
 
 def tpot_s(load: Iterable[Asked]) -> float:
-    """Mean of the requests that ended."""
+    """Return the mean TPOT of the requests that ended."""
     return fmean(it.tpot_s for it in load if it.ended and it.first_token and it.arrived > _BEGIN_S)
 
 

@@ -1,4 +1,4 @@
-"""Number of larger tickets that left, compared with counting them."""
+"""Number of larger tickets that left, compared with a direct count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Credits: a dispatch needs room that the worker's state and what is on its way leave."""
+"""Placement: a dispatch needs capacity beside a worker's load and its unacknowledged dispatches."""
 
 from __future__ import annotations
 
@@ -52,6 +52,17 @@ def test_dispatch_counts_until_acknowledged() -> None:
     assert choose(placement, waiting()) == "b"
     placement.acknowledge("a", 7)
     assert choose(placement, waiting()) == "a"
+
+
+def test_acknowledged_choices_are_not_counted_as_departures() -> None:
+    """The worker acknowledges each choice, and no choice ends."""
+    placement = placement_of(a=Load(1))
+    for number in range(1, 6):
+        placement.reserve("a", number, waiting(choices=8), now=number)
+        for _ in range(8):
+            placement.acknowledge("a", number)
+        placement.report("a", Load(1 + number, num_running=8 * number), now=float(number))
+    assert placement.workers["a"].departures.per_s is None
 
 
 def test_local_depth_bounds_what_a_full_worker_holds() -> None:
@@ -247,13 +258,13 @@ def test_reserved_capacity_is_dropped_with_a_removed_worker() -> None:
     assert choose(placement, waiting()) == "b"
 
 
-#: Something that happens to a worker: it is told of to a placement.
+#: Event at a worker, which is applied to a placement.
 Event = Callable[[Placement, str], None]
 
 
 @st.composite
 def events(draw: st.DrawFn, number: int) -> Event:
-    """``number`` is another one each time."""
+    """Draw an event; ``number`` differs between the events of a test."""
     tokens, few = st.integers(0, 120), st.integers(0, 3)
 
     def report(placement: Placement, worker_id: str) -> None:

@@ -31,7 +31,7 @@ from router.admission.wait_stats import bypassed
 from router.config import Order, RouterConfig
 from tests.support.router.admission_support import POLICIES
 
-#: Seconds until it comes after the one before it, tokens, seconds until it is due, class.
+#: Requests: seconds since the previous arrival, tokens, seconds to the deadline, class.
 ARRIVALS = st.lists(
     st.tuples(st.floats(0, 3), st.integers(1, 400), st.none() | st.floats(0, 20), st.just(0)),
     min_size=1,
@@ -115,7 +115,7 @@ def test_deadline_order_dates_undated_requests() -> None:
     ]
 
 
-#: Of an average request, and of one that is ten times as short as it.
+#: Ranks of an average request, and of one that is ten times shorter.
 AVERAGE, SHORT = 1 - exp(-1), 1 - exp(-0.1)
 
 
@@ -172,7 +172,7 @@ def test_rank_order_is_fifo_without_predictions(
 def test_policy_bypass_window_is_respected(
     arrivals: list[tuple[float, int, float | None, int]], dice: random.Random, policy: Policy
 ) -> None:
-    """A random life of a queue: who leaves before one that came earlier may do so."""
+    """A request bypasses an older one only within the policy's window, in any queue history."""
     queue = queue_of(policy)
     left: list[tuple[Waiting, float, list[Waiting]]] = []
     here: dict[str, Waiting] = {}
@@ -222,7 +222,7 @@ def _window(policy: Policy, older: Waiting, moment: float, tokens: int) -> float
         case HighestResponseRatio():
             if tokens >= older.queue_key.predicted_total:
                 return 0.0
-            # It has waited for as long for each of its tokens, up to the rounding of sizes.
+            # The younger request has waited as long per token, up to the rounding of sizes.
             part = tokens / older.queue_key.predicted_total / 2**0.5
             return (moment - older.arrived) * (1.0 - part)
         case StarvationLimit(inner, limit_s):
@@ -274,7 +274,7 @@ def test_hrrn_keeps_the_place_of_unpredicted_requests(
 
 
 def test_hrrn_is_fifo_without_a_time() -> None:
-    """So it is told, and so it leaves until all is told."""
+    """Routers report their requests in this order to a new leader."""
     queue = queue_of(
         HighestResponseRatio(), waiting("a", 1.0, 1000), waiting("b", 2.0, 1), waiting("c", 3.0, 9)
     )
@@ -333,7 +333,7 @@ def test_class_floor_gives_lower_class_its_share_of_work() -> None:
 
 
 def test_class_floor_of_zero_ends_earned_credit() -> None:
-    """A class would never spend the credit and would precede higher classes without end."""
+    """Otherwise, a class would never spend the credit and would always precede higher classes."""
     queue = AdmissionQueue(Fifo(), 0.5)
     for number in range(4):
         queue.push(waiting(f"high{number}", float(number), 50, priority=1))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from router.admission.prefix_index import PrefixIndex
 from tests.support.example_counts import examples
 
-#: Chains of prompts that share prefixes: a chunk is the number of its prompt and its place.
+#: Chains of prompts that share prefixes. A chunk's number encodes its prompt and its position.
 CHAINS = [
     [*range(100, 100 + shared), *range(1000 * n, 1000 * n + 6)]
     for n, shared in enumerate([0, 3, 3, 5, 8], 1)
@@ -20,7 +20,7 @@ WORKERS = ("a", "b", "c")
 
 
 def cached(index: PrefixIndex, chain: Sequence[int]) -> dict[str, int]:
-    """Return by worker how many leading chunks it has."""
+    """Return the number of leading chunks that each worker has."""
     return {it: depth for depth, mask in index.depths(chain) for it in index.workers(mask)}
 
 
@@ -154,7 +154,7 @@ def test_prefix_index_matches_the_chunks_of_each_worker(taken: list[tuple]) -> N
         elif name == "evict":
             chain, depth = rest
             gone = set(chain[depth:])
-            # The end of every prefix goes before its beginning, as in a worker's cache.
+            # The end of every prefix is evicted before its beginning, as in a worker's cache.
             gone |= {
                 chunk
                 for other in CHAINS

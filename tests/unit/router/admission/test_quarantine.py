@@ -1,4 +1,4 @@
-"""A request that its last workers died of is tried where it can harm nobody."""
+"""Placement of suspects: requests that may have caused the loss of their last workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank is where one stands among the last ones."""
+"""Ranks of lengths among the most recent ones."""
 
 from __future__ import annotations
 

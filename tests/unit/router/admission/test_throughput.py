@@ -13,7 +13,7 @@ from worker.config import FakeModel, Speculation
 
 
 class Worker:
-    """Says something every ``beat`` seconds."""
+    """Worker that reports its work every ``interval_s`` seconds."""
 
     def __init__(self) -> None:
         self.throughput = ThroughputEstimator()
@@ -28,21 +28,21 @@ class Worker:
         tokens: int,
         *,
         released_per_s: float = 0.0,
-        beat: float = 0.25,
+        interval_s: float = 0.25,
         is_full: bool = False,
     ) -> Worker:
-        """Steps of so many tokens, each of which takes so long."""
+        """Run steps of ``tokens`` tokens that take ``step_s`` each, for ``seconds``."""
         busy = 0.0
-        for _ in range(round(seconds / beat)):
-            busy += beat
+        for _ in range(round(seconds / interval_s)):
+            busy += interval_s
             steps, before = int(busy / step_s), self.work
             busy -= steps * step_s
-            self.now += beat
+            self.now += interval_s
             self.work = Work(
                 before.step + steps,
                 before.computed_tokens + steps * tokens,
                 before.output_tokens + steps,
-                before.released_blocks + round(released_per_s * beat),
+                before.released_blocks + round(released_per_s * interval_s),
                 before.busy_s + steps * step_s,
             )
             self.throughput.measure(self.work, is_full, self.now)
@@ -159,7 +159,7 @@ def test_full_rate_includes_cached_prompt_tokens() -> None:
 def test_computed_plus_spared_tokens_equal_requested_work(
     num_drafts: int,
 ) -> None:
-    """All but the last token of each, which nobody goes on from."""
+    """The last token of each output is not counted: no step computes on from it."""
     model = FakeModel(surprise_one_in=20)
     bounds = limits(num_blocks=64, speculation=Speculation(num_drafts))
     this = engine(bounds, model)
@@ -174,6 +174,6 @@ def test_computed_plus_spared_tokens_equal_requested_work(
 def test_full_rate_ignores_momentary_fullness() -> None:
     worker = Worker()
     for _ in range(20):
-        worker.run(0.1, step_s=0.05, tokens=10, beat=0.1, is_full=True)
-        worker.run(0.1, step_s=0.05, tokens=10, beat=0.1)
+        worker.run(0.1, step_s=0.05, tokens=10, interval_s=0.1, is_full=True)
+        worker.run(0.1, step_s=0.05, tokens=10, interval_s=0.1)
     assert worker.throughput.full_rate is None

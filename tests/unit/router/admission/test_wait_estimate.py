@@ -73,7 +73,7 @@ def test_prefill_estimate_adds_half_of_the_running_step() -> None:
     assert idle.prefill_s(waiting("r", prefill_tokens=50)) == pytest.approx(one_step, rel=0.05)
     decoding = Load(1, num_running=2, committed_tokens=500, pending_prefill_tokens=100)
     busy = forecast_of(worker(decoding))
-    # 148 tokens of two prompts, 98 of them a step beside two that decode.
+    # Two prompts have 148 tokens, of which a step computes 98 beside two decoding rows.
     step = ROOFLINE.seconds(StepSize(3, 2 + 74, 400 + 74 + 37, 400 + 74 * 74))
     expected = 2 * step + 1.0 / 2
     assert busy.prefill_s(waiting("r", prefill_tokens=48)) == pytest.approx(expected, rel=0.05)
@@ -103,7 +103,7 @@ def test_least_part_ignores_negligible_waits(predicted_s: float, is_learned: boo
 
 
 def test_least_tpot_is_from_a_step_without_prompts() -> None:
-    """Two decode; of the rows of late each computed four tokens."""
+    """Two sequences decode; the rows of recent steps computed four tokens each."""
     decoding = Load(1, num_running=2, committed_tokens=500)
     forecast = forecast_of(worker(decoding))
     usual = ROOFLINE.seconds(StepSize(2, 2 * 4, 2 * 200, 2 * 800))

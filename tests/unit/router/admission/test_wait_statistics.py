@@ -1,4 +1,4 @@
-"""Why requests waited in the queue, against looking at all that left."""
+"""Causes of waits in the queue, compared with a direct count of all departures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def waiting(request_id: str, priority: int = 0, accepted: bool = False) -> Waiti
     return Waiting(request_id, "g", 0.0, 1, 1, priority=priority, accepted=accepted)
 
 
-def told(
+def wait_of(
     wait_stats: WaitStatistics, arrival: Arrival, of: Waiting, now: float, is_fair: bool = False
 ) -> session_pb2.QueueWait:
     return wait_stats.wait_of(arrival, of, "fifo", now, is_fair=is_fair)
@@ -50,7 +50,7 @@ def test_wait_stats_count_earlier_departures_by_reason(
             came, leaving, arrival, before = there.pop(which)
             meanwhile = left[before:]
             later = [it for at, it in meanwhile if at > came and not it.accepted]
-            queue_wait = told(wait_stats, arrival, leaving, float(number))
+            queue_wait = wait_of(wait_stats, arrival, leaving, float(number))
             assert queue_wait.seconds == number - came
             assert (queue_wait.queue.higher, queue_wait.queue.ordered, queue_wait.queue.lower) == (
                 sum(it.priority > leaving.priority for it in later),
@@ -71,7 +71,7 @@ def test_wait_stats_count_seconds_without_workers() -> None:
     wait_stats.update(5.0, has_worker=True)
     wait_stats.update(11.0, has_worker=False)
     wait_stats.update(13.0, has_worker=False)
-    queue_wait = told(wait_stats, arrival, one, 14.5)
+    queue_wait = wait_of(wait_stats, arrival, one, 14.5)
     assert (queue_wait.no_worker_s, queue_wait.seconds) == (6.5, 12.5)
 
 
@@ -79,7 +79,7 @@ def test_wait_stats_attribute_bypass_to_fair_share() -> None:
     wait_stats, one, other = WaitStatistics(), waiting("a/1"), waiting("b/1")
     arrival = wait_stats.note_arrival(one, 0, 1.0)
     wait_stats.note_departure(wait_stats.note_arrival(other, 1, 2.0), other)
-    queue = told(wait_stats, arrival, one, 3.0, is_fair=True).queue
+    queue = wait_of(wait_stats, arrival, one, 3.0, is_fair=True).queue
     assert (queue.fair_share, queue.ordered) == (1, 0)
 
 
@@ -90,7 +90,7 @@ def test_wait_stats_name_only_requests_of_the_same_tenant() -> None:
     for number in range(20):
         other = waiting(f"{'ab'[number % 2]}/{number + 2}")
         wait_stats.note_departure(wait_stats.note_arrival(other, 1, 2.0), other)
-    before = told(wait_stats, arrival, one, 3.0).queue.before
+    before = wait_of(wait_stats, arrival, one, 3.0).queue.before
     assert list(before) == [f"a/{number}" for number in range(6, 22, 2)]
 
 

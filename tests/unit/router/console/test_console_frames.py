@@ -222,9 +222,9 @@ def test_events_are_ordered_and_kept_for_later_viewers() -> None:
     cluster.leader_id = "other"
     cluster.ledger.away = True
     cluster.effective_settings.values["order"] = "hrrn"
-    told = page.frame(1.0)["happened"]
-    assert [it["kind"] for it in told] == ["worker_draining", "leader", "ledger_away", "policy"]
-    assert told[-1]["changed"] == {"order": "hrrn"}
+    events = page.frame(1.0)["happened"]
+    assert [it["kind"] for it in events] == ["worker_draining", "leader", "ledger_away", "policy"]
+    assert events[-1]["changed"] == {"order": "hrrn"}
     cluster.links.clear()
     cluster.ledger.away = False
     assert [it["kind"] for it in page.frame(2.0)["happened"]] == ["worker_left", "ledger_back"]
@@ -234,16 +234,15 @@ def test_events_are_ordered_and_kept_for_later_viewers() -> None:
 def test_preemptions_are_summed_every_five_seconds() -> None:
     cluster = FakeCluster([link("a")])
     page = Page(cluster.snapshot())
-    told = []
+    events = []
     for second in range(8):
         cluster.links[0].state.preemptions = second * 10
-        told += [(it["at"], it["count"]) for it in page.frame(second).get("happened", ())]
-    assert told == [(1.0, 10), (6.0, 50)]
+        events += [(it["at"], it["count"]) for it in page.frame(second).get("happened", ())]
+    assert events == [(1.0, 10), (6.0, 50)]
 
 
 def test_frame_size_is_bounded_for_a_large_cluster() -> None:
-    """A frame's size has a bound, whatever runs and waits: 8 lanes of 256 slots in all of the
-    first, and in the next ones those that changed."""
+    """The first frame has all slots of 8 lanes of 256 slots; later frames have changed ones."""
     cluster = FakeCluster([link(f"{number:016x}", 256) for number in range(1000)], queued=10_000)
     for each in cluster.links:
         each.seat(*(f"{each.info.worker_id}-{slot}" for slot in range(256)))

@@ -15,7 +15,7 @@ from tests.simulated_cluster.clock import Clock
 
 
 class Looked:
-    """A cluster whose looks take CPU time, the next value of a cycle, and time by the clock."""
+    """Cluster whose snapshots take CPU time, cycling through ``cpu_s``, and ``wall_s`` of time."""
 
     def __init__(self, clock: Clock, cpu_s: Sequence[float], wall_s: float) -> None:
         self._clock = clock
@@ -49,11 +49,11 @@ class Alone:
     ("cpu_s", "wall_s", "num_looks"),
     [
         ([0.0], 0.0, 100),
-        # A fiftieth of a core.
+        # Snapshots take at most a fiftieth of a core.
         ([0.1], 0.1, 20),
-        # Others have the core meanwhile.
+        # Other processes use the core meanwhile.
         ([0.0], 1.0, 50),
-        # A garbage collection in one of ten looks changes nothing.
+        # A garbage collection in one of ten snapshots changes nothing.
         ([0.0] * 9 + [0.2], 0.0, 100),
     ],
 )

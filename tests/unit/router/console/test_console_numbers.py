@@ -165,7 +165,7 @@ def test_aggregates_count_each_router_from_its_first_report() -> None:
         FailureCount("queue_full", 3, 1.0),
         FailureCount("no_worker", 1, 1.0),
     ]
-    # One that is gone.
+    # Router b is gone.
     aggregates.note(counts("a", 6, (13, 13)), 63.0)
     aggregates.drop_routers(63.0)
     assert aggregates.totals()["completed"] == 6

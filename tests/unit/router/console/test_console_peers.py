@@ -1,4 +1,4 @@
-"""Other routers are asked what they counted, whatever their leases and answers are like."""
+"""Counts of other routers, including silent ones and those with several leases."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Channel:
 
     def unary_unary(self, *arguments: Any, **options: Any) -> Any:
         async def count(request: session_pb2.CountRequest, timeout: float) -> session_pb2.Counts:
-            # As over a network, all are asked before one of them answers.
+            # As over a network, all routers are asked before one of them answers.
             await asyncio.sleep(0)
             if self._address == SILENT:
                 raise AioRpcError(grpc.StatusCode.UNAVAILABLE, Metadata(), Metadata())
@@ -41,7 +41,7 @@ class Channel:
 
 
 class Cluster:
-    """A ledger of leases, and a transport that knows whom it was asked for."""
+    """Ledger with leases, and transport that records the addresses of its channels."""
 
     def __init__(self, leases: dict[str, str]) -> None:
         self._leases = leases
@@ -56,8 +56,8 @@ class Cluster:
 
 
 async def counts(cluster: Cluster) -> tuple[list[str], int]:
-    heard, num_silent = await Peers("me", cast("Any", cluster), cast("Any", cluster)).counts()
-    return [each.router_id for each in heard], num_silent
+    answered, num_silent = await Peers("me", cast("Any", cluster), cast("Any", cluster)).counts()
+    return [each.router_id for each in answered], num_silent
 
 
 async def test_peers_ask_an_address_with_two_leases_once() -> None:
@@ -76,7 +76,7 @@ async def test_console_keeps_asking_peers_after_an_unexpected_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(console, "_POLL_INTERVAL_S", 0)
-    heard_again = asyncio.Event()
+    polled_again = asyncio.Event()
 
     class Odd:
         num_asked = 0
@@ -85,7 +85,7 @@ async def test_console_keeps_asking_peers_after_an_unexpected_error(
             self.num_asked += 1
             if self.num_asked == 1:
                 raise KeyError(SILENT)
-            heard_again.set()
+            polled_again.set()
             return [], 0
 
         async def close(self) -> None:
@@ -95,7 +95,7 @@ async def test_console_keeps_asking_peers_after_an_unexpected_error(
     looking = Console(FakeCluster().snapshot(), nobody, nobody, nobody, cast("Any", Odd()))
     running = asyncio.create_task(looking.run())
     async with asyncio.timeout(20):
-        await heard_again.wait()
+        await polled_again.wait()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

@@ -15,13 +15,13 @@ def report(age_s: float, *changes: ScalingChange) -> ScalingReport:
     return ScalingReport(scaling, age_s)
 
 
-def told(age_s: float, *changes: ScalingChange) -> Any:
+def section(age_s: float, *changes: ScalingChange) -> Any:
     return next(iter(described([report(age_s, *changes)], now=1000.0)), None)
 
 
 def test_scaling_section_has_target_reason_and_changes() -> None:
     change = ScalingChange(ago_s=19.0, before=1, workers=3, reason="requests would wait 7.0 s")
-    assert told(1.0, change) == {
+    assert section(1.0, change) == {
         "model": "m",
         "late_s": None,
         "workers": 3,
@@ -34,8 +34,8 @@ def test_scaling_section_has_target_reason_and_changes() -> None:
 
 
 def test_silent_autoscaler_is_late_and_gone_after_an_hour() -> None:
-    assert [told(age_s)["late_s"] for age_s in (10.0, 11.0, 3600.0)] == [None, 11, 3600]
-    assert told(3601.0) is None
+    assert [section(age_s)["late_s"] for age_s in (10.0, 11.0, 3600.0)] == [None, 11, 3600]
+    assert section(3601.0) is None
 
 
 def test_scaling_section_is_absent_without_a_report() -> None:

@@ -69,7 +69,7 @@ def test_transfer_cause_is_a_drain_or_else_a_move() -> None:
 
 
 def test_moved_request_leaves_the_slot_its_worker_still_reports() -> None:
-    """Workers tell who has their slots five times a second, each in its own time."""
+    """Workers report their slots five times a second, independently of each other."""
     grid = SlotGrid()
     grid.update({"a": worker("r"), "b": EMPTY}, 0.0)
     both = grid.update({"a": worker("r"), "b": worker("r")}, 1.0)
@@ -105,7 +105,7 @@ def test_departed_request_keeps_its_key_for_two_minutes() -> None:
 
 
 def test_returning_request_is_named_again() -> None:
-    """A page forgets the names of those that it does not show."""
+    """A page forgets the names of requests that it does not show."""
     grid = SlotGrid()
     grid.update({"a": worker("r", preemptions=4)}, 0.0)
     grid.update({"a": worker(preemptions=5)}, 1.0)

@@ -31,7 +31,7 @@ INFO = session_pb2.WorkerInfo(worker_id="w", max_num_seqs=8, num_blocks=100)
 
 
 class FlakyLedger(MemoryLedger):
-    """``ahead`` is added to its time; what ``paused`` campaigns for does not come through."""
+    """Faulty ledger: ``ahead`` is added to its time, and campaigns of router ``paused`` hang."""
 
     is_away = False
     ahead = 0.0
@@ -97,17 +97,17 @@ async def leader(ledger: FlakyLedger) -> AsyncIterator[Leader]:
 
 
 class Gateway:
-    """Gateway without requests, unless it is ``telling``."""
+    """Gateway without requests to hand over; ``is_handing_over``: it is not complete yet."""
 
     def __init__(
-        self, leader: Leader, name: str, *, generation: str = "", telling: bool = False
+        self, leader: Leader, name: str, *, generation: str = "", is_handing_over: bool = False
     ) -> None:
         self.leader = leader
         self.name = name
-        self.heard: list[session_pb2.LeaderMessage] = []
-        self.send = self.heard.append
+        self.received: list[session_pb2.LeaderMessage] = []
+        self.send = self.received.append
         leader._server.connect(name, self.send)
-        self.say(generation=generation, is_complete=not telling)
+        self.say(generation=generation, is_complete=not is_handing_over)
 
     def say(self, **fields: object) -> None:
         message = session_pb2.GatewayMessage(**fields)  # type: ignore[arg-type]
@@ -127,14 +127,14 @@ class Gateway:
     def withdraw(self, request_id: str) -> None:
         self.say(withdraw=[request_id])
 
-    def told(self, field: str) -> list[str | int]:
-        """Request ids, or epochs."""
-        told = [it for message in self.heard for it in getattr(message, field)]
-        return [getattr(it, "request_id", it) for it in told]
+    def ids(self, field: str) -> list[str | int]:
+        """Return the request ids or epochs in a field of the received messages."""
+        entries = [it for message in self.received for it in getattr(message, field)]
+        return [getattr(it, "request_id", it) for it in entries]
 
 
 def say(leader: Leader, number: int = 1, running: tuple[str, ...] = (), **fields: object) -> None:
-    """The worker says something of itself."""
+    """Send the leader a state of the worker."""
     state = session_pb2.WorkerState(
         sequence_number=number,
         running=[inference_pb2.RunningSequence(request_id=name) for name in running],
@@ -171,7 +171,7 @@ async def test_leader_refuses_only_new_requests_when_full(leader: Leader) -> Non
         gateway.enqueue(request_id)
     gateway.enqueue("b")
     gateway.enqueue("adopted", accepted=True)
-    assert gateway.told("refusals") == ["c"]
+    assert gateway.ids("refusals") == ["c"]
     assert leader.queued == 3
 
 
@@ -180,16 +180,16 @@ async def test_shed_request_is_reported_to_its_own_gateway(leader: Leader) -> No
     for request_id in ("a", "b"):
         low.enqueue(request_id)
     high.enqueue("c", priority=1)
-    assert (low.told("refusals"), high.told("refusals")) == (["b"], [])
-    assert [it.slug for message in low.heard for it in message.refusals] == ["shed"]
+    assert (low.ids("refusals"), high.ids("refusals")) == (["b"], [])
+    assert [it.slug for message in low.received for it in message.refusals] == ["shed"]
 
 
 async def test_leader_sends_queue_estimate_to_gateways(leader: Leader) -> None:
     gateway = Gateway(leader, "g")
     gateway.enqueue("a", priority=3)
     waits = [session_pb2.ClassWait(priority=3, work_tokens=3)]
-    queue_estimate = session_pb2.QueueEstimate(lowest=3, waits=waits, queued=1)
-    await until(lambda: queue_estimate in [it for m in gateway.heard for it in m.queue_estimates])
+    estimate = session_pb2.QueueEstimate(lowest=3, waits=waits, queued=1)
+    await until(lambda: estimate in [it for m in gateway.received for it in m.queue_estimates])
 
 
 async def test_leader_refuses_request_after_queue_ttl(ledger: FlakyLedger) -> None:
@@ -198,8 +198,8 @@ async def test_leader_refuses_request_after_queue_ttl(ledger: FlakyLedger) -> No
     await until(lambda: leader.is_leading)
     gateway = Gateway(leader, "g")
     gateway.enqueue("a", arrived=now() + leader._ledger_offset_s)
-    await until(lambda: gateway.told("refusals") == ["a"])
-    assert [it.slug for m in gateway.heard for it in m.refusals] == ["queue_timeout"]
+    await until(lambda: gateway.ids("refusals") == ["a"])
+    assert [it.slug for m in gateway.received for it in m.refusals] == ["queue_timeout"]
     assert leader.queued == 0
     run.cancel()
     await asyncio.gather(run, return_exceptions=True)
@@ -226,7 +226,7 @@ async def test_reserved_request_is_opened_as_dispatched(
     gateway.withdraw("new")
     await ledger.open(make_request("waits"), "g")
     gateway.enqueue("waits")
-    await until(lambda: gateway.told("dispatched") == ["waits"])
+    await until(lambda: gateway.ids("dispatched") == ["waits"])
 
 
 async def test_cancelled_reservation_frees_its_room(leader: Leader) -> None:
@@ -241,7 +241,7 @@ async def test_cancelled_reservation_frees_its_room(leader: Leader) -> None:
     assert leader.reserve("g", arriving) is not None
 
 
-async def test_new_tenure_invalidates_reservations(leader: Leader) -> None:
+async def test_new_term_invalidates_reservations(leader: Leader) -> None:
     Gateway(leader, "g")
     give_it_a_worker(leader)
     reservation = leader.reserve("g", arriving)
@@ -270,7 +270,7 @@ async def test_replaced_gateway_gets_stale_and_cannot_withdraw(leader: Leader) -
     old, new = Gateway(leader, "old"), Gateway(leader, "new")
     old.enqueue("r")
     new.enqueue("r")
-    assert old.told("stale") == ["r"]
+    assert old.ids("stale") == ["r"]
     old.withdraw("r")
     assert leader.queued == 1
 
@@ -280,7 +280,7 @@ async def test_withdrawal_reports_queue_wait_once(leader: Leader) -> None:
     gateway.enqueue("r")
     gateway.withdraw("r")
     gateway.withdraw("r")
-    assert gateway.told("withdrawn") == ["r"]
+    assert gateway.ids("withdrawn") == ["r"]
 
 
 async def test_dispatch_is_sent_to_the_gateway_in_the_ledger(
@@ -290,9 +290,9 @@ async def test_dispatch_is_sent_to_the_gateway_in_the_ledger(
     await opened(ledger, "r", "owner")
     mistaken.enqueue("r")
     give_it_a_worker(leader)
-    await until(lambda: owner.told("dispatched") == ["r"])
-    assert mistaken.told("stale") == ["r"]
-    assert not mistaken.told("dispatched")
+    await until(lambda: owner.ids("dispatched") == ["r"])
+    assert mistaken.ids("stale") == ["r"]
+    assert not mistaken.ids("dispatched")
 
 
 async def test_disconnected_gateway_is_dropped_and_ignored(leader: Leader) -> None:
@@ -313,9 +313,7 @@ async def test_reconnected_gateway_survives_old_line_disconnect(leader: Leader) 
     assert leader.queued == 1
 
 
-# who leads
-
-
+# leadership
 async def test_paused_leader_is_fenced_without_losing_requests(ledger: FlakyLedger) -> None:
     async with running(ledger, "old") as old:
         await until(lambda: old.is_leading)
@@ -328,13 +326,13 @@ async def test_paused_leader_is_fenced_without_losing_requests(ledger: FlakyLedg
             gateway.enqueue("r")
             give_it_a_worker(old)
             await until(lambda: not old.is_leading)
-            assert any(message.resigned for message in gateway.heard)
+            assert any(message.resigned for message in gateway.received)
             assert (await ledger.get("r")).state is State.QUEUED
             followed = Gateway(new, "g")
             followed.enqueue("r", accepted=True)
             give_it_a_worker(new)
-            await until(lambda: followed.told("dispatched") == ["r"])
-        assert not gateway.told("dispatched")
+            await until(lambda: followed.ids("dispatched") == ["r"])
+        assert not gateway.ids("dispatched")
 
 
 async def test_campaign_starts_at_once_if_there_is_no_leader(
@@ -363,7 +361,7 @@ async def test_back_off_yields_lead_while_another_replica_runs(
             await asyncio.sleep(CONFIG.heartbeat)
             assert not old.is_leading
         async with running(ledger, "new") as new:
-            # It is given back, and has not run out.
+            # The lease is resigned, so the other replica need not wait until it expires.
             await until(lambda: new.is_leading, seconds=CONFIG.lease / 2)
             await asyncio.sleep(CONFIG.lease)
             assert new.is_leading and not old.is_leading
@@ -374,7 +372,7 @@ async def test_back_off_yields_lead_while_another_replica_runs(
 async def test_unanswered_campaign_is_retried_with_the_same_term(
     ledger: FlakyLedger,
 ) -> None:
-    """Under another one it would be refused until its own lease is over."""
+    """A campaign with another term would be refused until the router's own lease ends."""
     ledger.loses_answers = 2
     async with running(ledger) as leader:
         await until(lambda: leader.is_leading)
@@ -409,7 +407,7 @@ async def test_leader_continues_if_ledger_lost_its_term(
     assert leader._leader_state is leader_state
 
 
-# a ledger that came back without its last second
+# ledger that restarted without its last second
 
 
 async def test_dispatch_waits_until_all_gateways_restore_ledger(
@@ -422,9 +420,9 @@ async def test_dispatch_waits_until_all_gateways_restore_ledger(
     gateways[0].enqueue("r")
     gateways[0].say(generation="two")
     await asyncio.sleep(CONFIG.lease / 4)
-    assert not gateways[0].told("dispatched")
+    assert not gateways[0].ids("dispatched")
     gateways[1].say(generation="two")
-    await until(lambda: gateways[0].told("dispatched") == ["r"])
+    await until(lambda: gateways[0].ids("dispatched") == ["r"])
 
 
 async def test_lost_term_is_rewritten_before_dispatch(leader: Leader, ledger: FlakyLedger) -> None:
@@ -435,11 +433,11 @@ async def test_lost_term_is_rewritten_before_dispatch(leader: Leader, ledger: Fl
     ledger._term = 1
     leader.on_heartbeat(Membership(0.0, "router", "here:1", 1, 0, generation="two"))
     gateway.enqueue("r")
-    await until(lambda: gateway.told("dispatched") == ["r"])
+    await until(lambda: gateway.ids("dispatched") == ["r"])
     assert leader.is_leading and ledger._term == term
 
 
-# order and room
+# order and capacity
 
 
 async def test_leader_waits_for_known_gateway_up_to_a_limit(
@@ -453,8 +451,8 @@ async def test_leader_waits_for_known_gateway_up_to_a_limit(
         gateway.enqueue("r")
         give_it_a_worker(leader)
         await asyncio.sleep(CONFIG.heartbeat)
-        assert not gateway.told("dispatched")
-        await until(lambda: gateway.told("dispatched") == ["r"])
+        assert not gateway.ids("dispatched")
+        await until(lambda: gateway.ids("dispatched") == ["r"])
 
 
 async def test_hanging_shard_delays_no_other_dispatch(leader: Leader, ledger: FlakyLedger) -> None:
@@ -464,12 +462,12 @@ async def test_hanging_shard_delays_no_other_dispatch(leader: Leader, ledger: Fl
         await opened(ledger, name, "g")
         gateway.enqueue(name, accepted=True, arrived=float(number))
     give_it_a_worker(leader)
-    await until(lambda: gateway.told("dispatched") == ["a", "b"])
+    await until(lambda: gateway.ids("dispatched") == ["a", "b"])
     await opened(ledger, "c", "g")
     gateway.enqueue("c", accepted=True, arrived=3.0)
-    await until(lambda: gateway.told("dispatched") == ["a", "b", "c"])
+    await until(lambda: gateway.ids("dispatched") == ["a", "b", "c"])
     ledger.hangs = frozenset()
-    await until(lambda: gateway.told("dispatched") == ["a", "b", "c", "stuck"])
+    await until(lambda: gateway.ids("dispatched") == ["a", "b", "c", "stuck"])
 
 
 async def test_dispatches_in_flight_are_bounded(
@@ -488,7 +486,7 @@ async def test_dispatches_in_flight_are_bounded(
     await asyncio.sleep(2 * CONFIG.heartbeat)
     assert leader.queued == 2
     ledger.hangs = frozenset()
-    await until(lambda: sorted(gateway.told("dispatched")) == names)
+    await until(lambda: sorted(gateway.ids("dispatched")) == names)
     assert (leader._num_in_flight, leader._num_retrying) == (0, 0)
 
 
@@ -498,7 +496,7 @@ async def test_dispatch_is_retried_after_a_lost_answer(leader: Leader, ledger: F
     ledger.loses_dispatches = 1
     gateway.enqueue("r")
     give_it_a_worker(leader)
-    await until(lambda: gateway.told("dispatched") == ["r"])
+    await until(lambda: gateway.ids("dispatched") == ["r"])
     assert (leader._num_in_flight, leader._num_retrying) == (0, 0)
 
 
@@ -546,7 +544,7 @@ async def test_eviction_is_sent_after_successful_dispatch(
     await opened(ledger, "high", "g")
     gateway.enqueue("high", priority=1, ttft_deadline=ledger._clock() + 0.3)
     leader.on_heartbeat(Membership(ledger._clock(), "router", "here:1", 1, 0))
-    await until(lambda: other.told("evictions") == ["high"])
+    await until(lambda: other.ids("evictions") == ["high"])
     assert (await ledger.get("high")).state is State.RUNNING
 
 
@@ -571,7 +569,7 @@ async def test_preempted_request_is_moved_to_worker_with_room(leader: Leader) ->
         choices=1,
     )
     gateway.say(running=[preempted])
-    await until(lambda: gateway.told("move") == [5])
+    await until(lambda: gateway.ids("move") == [5])
 
 
 @pytest.fixture
@@ -603,8 +601,8 @@ async def test_wait_for_a_prefix_ends_without_any_message(
     state = leader._leader_state
     assert state is not None
     await until(lambda: state.queue("")._queue.num_parked == 1)
-    await until(lambda: gateway.told("dispatched") == ["r"])
-    [message] = [it for message in gateway.heard for it in message.dispatched]
+    await until(lambda: gateway.ids("dispatched") == ["r"])
+    [message] = [it for message in gateway.received for it in message.dispatched]
     assert message.worker_id == "cold"
 
 
@@ -617,14 +615,14 @@ async def test_outage_gives_renewals_priority_over_orphans(
     gateway, sweep = Gateway(leader, "g"), leader._sweep
     await ledger.heartbeat("g", "there:1", lease_s=1000.0)
     await opened(ledger, "r", "dead")
-    await until(lambda: gateway.told("adopt") == ["r"])
+    await until(lambda: gateway.ids("adopt") == ["r"])
     sweep._assigned_until.clear()
-    gateway.heard.clear()
+    gateway.received.clear()
     ledger.is_away = True
     await until(lambda: sweep._paused_until > now())
     ledger.is_away = False
     held_until = sweep._paused_until
-    await until(lambda: gateway.told("adopt"))
+    await until(lambda: gateway.ids("adopt"))
     assert now() > held_until
 
 
@@ -634,19 +632,19 @@ async def test_orphans_without_a_gateway_wait_for_one(leader: Leader, ledger: Fl
     await asyncio.sleep(3 * CONFIG.heartbeat)
     await ledger.heartbeat("g", "there:1", lease_s=1000.0)
     gateway = Gateway(leader, "g")
-    await until(lambda: gateway.told("adopt") == ["r"])
+    await until(lambda: gateway.ids("adopt") == ["r"])
 
 
 async def test_frozen_gateway_adopts_no_orphans(leader: Leader, ledger: FlakyLedger) -> None:
-    """The gateway's stream is open, but its lease has ended: others get its requests."""
+    """The gateway's stream is open, but its lease has ended; another gateway gets its requests."""
     living, frozen = Gateway(leader, "living"), Gateway(leader, "frozen")
     await ledger.heartbeat("living", "there:1", lease_s=1000.0)
     for request_id in ("a", "b"):
         await opened(ledger, request_id, "frozen")
         frozen.enqueue(request_id)
-    await until(lambda: len(living.told("adopt")) == 2)
-    assert any(message.resigned for message in frozen.heard)
-    assert not frozen.told("adopt")
+    await until(lambda: len(living.ids("adopt")) == 2)
+    assert any(message.resigned for message in frozen.received)
+    assert not frozen.ids("adopt")
     assert leader.queued == 0
 
 
@@ -665,7 +663,7 @@ async def test_leader_applies_rules_while_leading(leader: Leader) -> None:
     await until(lambda: queue._queue.peek().request_id == "b")
     for request_id in ("c", "d"):
         gateway.enqueue(request_id)
-    await until(lambda: gateway.told("refusals") == ["d"])
+    await until(lambda: gateway.ids("refusals") == ["d"])
 
 
 async def test_tpot_target_is_passed_to_placement_at_once(leader: Leader) -> None:
@@ -710,7 +708,7 @@ async def test_last_of_consecutive_rule_changes_holds(
     assert queue._queue.peek().request_id == "r0"
 
 
-# turns of tenants
+# fair share of tenants
 
 
 @asynccontextmanager
@@ -736,12 +734,12 @@ async def test_next_leader_recalls_tenant_service_counters(ledger: FlakyLedger) 
         for name in ("much/1", "little/1"):
             gateway.enqueue(name, accepted=True)
         gateway.say(served=served)
-        told = {"much": 1000.0}
+        expected = {"much": 1000.0}
         async with asyncio.timeout(20.0):
-            while await counters(ledger) != told:
+            while await counters(ledger) != expected:
                 await asyncio.sleep(0.01)
     async with leading(ledger, "two") as leader:
-        gateway = Gateway(leader, "g", telling=True)
+        gateway = Gateway(leader, "g", is_handing_over=True)
         for number, name in enumerate(("much/1", "much/2", "little/1", "new/1")):
             await ledger.open(make_request(name), "g")
             gateway.enqueue(name, accepted=True, arrived=float(number))
@@ -749,8 +747,8 @@ async def test_next_leader_recalls_tenant_service_counters(ledger: FlakyLedger) 
         assert leader._leader_state is not None
         await until(lambda: leader._leader_state.has_restored_counters)
         give_it_a_worker(leader)
-        await until(lambda: len(gateway.told("dispatched")) == 4)
-        assert gateway.told("dispatched") == ["little/1", "new/1", "much/1", "much/2"]
+        await until(lambda: len(gateway.ids("dispatched")) == 4)
+        assert gateway.ids("dispatched") == ["little/1", "new/1", "much/1", "much/2"]
 
 
 async def test_leader_does_not_overwrite_an_unread_load_report(ledger: FlakyLedger) -> None:

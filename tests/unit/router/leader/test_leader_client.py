@@ -1,4 +1,4 @@
-"""A gateway's line to a leader in the same process."""
+"""Stream of a gateway to a leader in the same process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INFO = pb.WorkerInfo(worker_id="w", max_num_seqs=8, num_blocks=100)
 
 
 class WillingLedger(MemoryLedger):
-    """Lets everything be dispatched."""
+    """Ledger that permits every dispatch."""
 
     async def dispatch(self, request_id: str, worker: str, epoch: int, term: int) -> Entry:
         return Entry(request_id, State.RUNNING, request_id.partition("-")[0], 0.0, attempts=1)
@@ -40,13 +40,13 @@ def runs(request_id: str, gateway: str, *, is_preempted: bool = False) -> Runnin
 
 
 class Gateway:
-    """Makes what it tells as it tells it."""
+    """Gateway that creates its entries lazily during the handover, and counts them in ``made``."""
 
     def __init__(self, name: str, leader: Leader, total: int) -> None:
         self.name = name
         self.total = total
         self.made = 0
-        self.heard: list[str] = []
+        self.received: list[str] = []
         self.queue_estimates: list[pb.QueueEstimate] = []
         self.line = LeaderClient(name, leader, GRPC)
         self.line.serve(self)
@@ -60,28 +60,28 @@ class Gateway:
         yield runs(f"{self.name}-runs", self.name)
 
     def dispatched(self, message: pb.Dispatched) -> None:
-        self.heard.append(f"dispatched {message.request_id}")
+        self.received.append(f"dispatched {message.request_id}")
 
     def refused(self, refusal: pb.Refusal) -> None:
-        self.heard.append(f"refused {refusal.request_id} {refusal.slug}")
+        self.received.append(f"refused {refusal.request_id} {refusal.slug}")
 
     def withdrawn(self, message: pb.Withdrawn) -> None:
-        self.heard.append(f"withdrawn {message.request_id}")
+        self.received.append(f"withdrawn {message.request_id}")
 
     def on_queue_estimates(self, estimates: Iterable[pb.QueueEstimate]) -> None:
         self.queue_estimates.extend(estimates)
 
     def schedule_adoption(self, request_id: str) -> None:
-        self.heard.append(f"adopt {request_id}")
+        self.received.append(f"adopt {request_id}")
 
     def stale(self, request_id: str) -> None:
-        self.heard.append(f"stale {request_id}")
+        self.received.append(f"stale {request_id}")
 
     def move(self, epoch: int) -> None:
-        self.heard.append(f"move {epoch}")
+        self.received.append(f"move {epoch}")
 
     def evict(self, eviction: pb.Eviction) -> None:
-        self.heard.append(f"evict {eviction.epoch} for {eviction.request_id}")
+        self.received.append(f"evict {eviction.epoch} for {eviction.request_id}")
 
 
 @asynccontextmanager
@@ -153,11 +153,11 @@ async def test_client_delivers_every_leader_message(leader: Leader, gateway: Gat
     full = pb.Refusal(request_id="a", slug="queue_full")
     evictions = [pb.Eviction(epoch=5, request_id="high")]
     send(pb.LeaderMessage(refusals=[full], adopt=["b"], stale=["c"], move=[4], evictions=evictions))
-    heard = ["refused a queue_full", "adopt b", "stale c", "move 4", "evict 5 for high"]
-    await until(lambda: gateway.heard == heard)
+    expected = ["refused a queue_full", "adopt b", "stale c", "move 4", "evict 5 for high"]
+    await until(lambda: gateway.received == expected)
     both = [pb.Refusal(request_id=name, slug="shed") for name in "de"]
     send(pb.LeaderMessage(refusals=both))
-    await until(lambda: gateway.heard[5:] == ["refused d shed", "refused e shed"])
+    await until(lambda: gateway.received[5:] == ["refused d shed", "refused e shed"])
     send(pb.LeaderMessage(queue_estimates=[pb.QueueEstimate(tokens_per_s=2.0)]))
     await until(lambda: pb.QueueEstimate(tokens_per_s=2.0) in gateway.queue_estimates)
 
@@ -175,14 +175,14 @@ async def test_silent_line_is_closed_and_reopened(
 ) -> None:
     await until(lambda: leader_state(leader) == (3, 1))
     assert not gateway.line.is_quiet
-    tell = leader._server.send
+    send = leader._server.send
     monkeypatch.setattr(leader._server, "send", lambda *_: None)
     monkeypatch.setattr("router.leader.client._QUIET_S", 0.3)
     monkeypatch.setattr("router.leader.client._DEAD_S", 0.5)
     await until(lambda: gateway.line.is_quiet)
     assert gateway.line.is_open
     await until(lambda: not gateway.line.is_open)
-    monkeypatch.setattr(leader._server, "send", tell)
+    monkeypatch.setattr(leader._server, "send", send)
     await gateway.line.follow("g", "here:1")
     assert gateway.line.is_open
     await until(lambda: gateway.made == 6)
@@ -203,17 +203,17 @@ async def test_line_failure_is_logged(
 
 
 async def test_dispatch_does_not_wait_for_the_full_handover(leader: Leader) -> None:
-    """Counted in entries, not seconds: however much waits, little of it is told by then."""
+    """The first dispatch precedes the report of a tenth of the queued requests."""
     gateways = [Gateway(f"g{number}", leader, total=20_000) for number in range(20)]
     leader.worker_up(INFO)
     state = pb.WorkerState(sequence_number=1)
     leader.worker_frame("w", pb.WorkerFrame(state=state))
     for gateway in gateways:
-        # Each has this leader's process for its own.
+        # A client with the leader's own router id connects to it within the process.
         gateway.line._router_id = "g"
         await gateway.line.follow("g", "here:1")
         gateway.line._router_id = gateway.name
-    await until(lambda: any(gateway.heard for gateway in gateways))
+    await until(lambda: any(gateway.received for gateway in gateways))
     assert sum(gateway.made for gateway in gateways) < 40_000
     for gateway in gateways:
         await gateway.line.close()
@@ -222,79 +222,79 @@ async def test_dispatch_does_not_wait_for_the_full_handover(leader: Leader) -> N
 async def test_client_reports_tpot_ratio_once_with_next_message(
     leader: Leader, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[float] = []
+    reported: list[float] = []
     receive = leader.receive
 
-    def heard(name: str, message: pb.GatewayMessage) -> None:
-        told.extend(it.ratio for it in message.tpot_ratios)
+    def record(name: str, message: pb.GatewayMessage) -> None:
+        reported.extend(it.ratio for it in message.tpot_ratios)
         receive(name, message)
 
-    monkeypatch.setattr(leader, "receive", heard)
+    monkeypatch.setattr(leader, "receive", record)
     await until(lambda: leader_state(leader) == (3, 1))
     for ratio, name in ((0.5, "g-0"), (2.0, "g-1")):
         gateway.line.report_finished("m", ratio)
         gateway.line.withdraw(name)
-        await until(lambda: told[-1:] == [ratio])  # noqa: B023
-    assert told == [0.5, 2.0]
+        await until(lambda: reported[-1:] == [ratio])  # noqa: B023
+    assert reported == [0.5, 2.0]
 
 
 async def test_client_reports_worker_demand_to_each_new_leader(
     leader: Leader, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[int] = []
+    reported: list[int] = []
     receive = leader.receive
 
-    def heard(name: str, message: pb.GatewayMessage) -> None:
-        told.extend(demand.workers for demand in message.demands)
+    def record(name: str, message: pb.GatewayMessage) -> None:
+        reported.extend(demand.workers for demand in message.demands)
         receive(name, message)
 
-    monkeypatch.setattr(leader, "receive", heard)
+    monkeypatch.setattr(leader, "receive", record)
     await until(lambda: leader_state(leader) == (3, 1))
     line, demand = gateway.line, pb.WorkerDemand(workers=2)
     line.report_demand(demand)
     line.report_demand(demand)
-    await until(lambda: told == [2])
+    await until(lambda: reported == [2])
     await line.close()
     await line.follow("g", "here:1")
-    await until(lambda: told == [2, 2])
+    await until(lambda: reported == [2, 2])
     demand.workers = 3
     line.report_demand(demand)
-    await until(lambda: told == [2, 2, 3])
+    await until(lambda: reported == [2, 2, 3])
 
 
 async def test_client_reports_session_outputs_once(leader: Leader, gateway: Gateway) -> None:
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     receive = leader.receive
 
-    def heard(name: str, message: pb.GatewayMessage) -> None:
-        told.extend((it.session, it.tokens) for it in message.session_outputs)
+    def record(name: str, message: pb.GatewayMessage) -> None:
+        reported.extend((it.session, it.tokens) for it in message.session_outputs)
         receive(name, message)
 
-    leader.receive = heard  # type: ignore[method-assign]
+    leader.receive = record  # type: ignore[method-assign]
     await until(lambda: leader_state(leader) == (3, 1))
     line = gateway.line
     for tokens in (3, 4):
         line.report_session_output("m", 7, tokens)
-    await until(lambda: told == [(7, 3), (7, 4)])
+    await until(lambda: reported == [(7, 3), (7, 4)])
     await line.close()
     line.report_session_output("m", 8, 5)
     await line.follow("g", "here:1")
     await until(lambda: leader_state(leader) == (3, 1))
     line.report_session_output("m", 9, 6)
-    await until(lambda: told == [(7, 3), (7, 4), (9, 6)])
+    await until(lambda: reported == [(7, 3), (7, 4), (9, 6)])
 
 
 async def test_client_reports_served_tokens_once_across_leaders(
     leader: Leader, gateway: Gateway
 ) -> None:
-    told: list[tuple[str, int, int]] = []
+    reported: list[tuple[str, int, int]] = []
     receive = leader.receive
 
-    def heard(name: str, message: pb.GatewayMessage) -> None:
-        told.extend((it.tenant, it.priority, it.tokens) for it in message.served)
+    def record(name: str, message: pb.GatewayMessage) -> None:
+        reported.extend((it.tenant, it.priority, it.tokens) for it in message.served)
         receive(name, message)
 
-    leader.receive = heard  # type: ignore[method-assign]
+    leader.receive = record  # type: ignore[method-assign]
     await until(lambda: leader_state(leader) == (3, 1))
     line = gateway.line
     line.report_served("acme/r", "m", 0, 3)
@@ -302,13 +302,13 @@ async def test_client_reports_served_tokens_once_across_leaders(
     line.report_served("acme/t", "m", 1, 5)
     line.report_served("nobodys", "m", 0, 6)
     line.flush_served()
-    await until(lambda: sorted(told) == [("acme", 0, 7), ("acme", 1, 5)])
+    await until(lambda: sorted(reported) == [("acme", 0, 7), ("acme", 1, 5)])
     await line.close()
     line.report_served("other/r", "m", 0, 8)
     line.flush_served()
     await line.follow("g", "here:1")
-    await until(lambda: ("other", 0, 8) in told)
+    await until(lambda: ("other", 0, 8) in reported)
     line.flush_served()
     line.withdraw("g-runs")
     await until(lambda: leader_state(leader) == (3, 0))
-    assert len(told) == 3
+    assert len(reported) == 3

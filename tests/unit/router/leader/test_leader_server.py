@@ -1,4 +1,4 @@
-"""The leader's end of the gateways' lines."""
+"""The leader's end of the gateways' streams."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.leader.server import LeaderServer
 from tests.support.in_process import until
 
 
-class Heard:
+class Recorder:
     def __init__(self) -> None:
         self.words: list[str] = []
 
@@ -31,7 +31,7 @@ class Line:
     def __init__(self, lines: LeaderServer, name: str) -> None:
         self.said: asyncio.Queue[pb.GatewayMessage | None] = asyncio.Queue()
         self.said.put_nowait(pb.GatewayMessage(router_id=name, withdraw=["hello"]))
-        self.told: list[pb.LeaderMessage] = []
+        self.received: list[pb.LeaderMessage] = []
         self.task = asyncio.create_task(self._listen(lines))
 
     def say(self, word: str) -> None:
@@ -44,71 +44,71 @@ class Line:
     async def _listen(self, lines: LeaderServer) -> None:
         async with aclosing(lines.serve_stream(self._messages())) as answers:
             async for message in answers:
-                self.told.append(message)
+                self.received.append(message)
 
     @property
     def is_over(self) -> bool:
-        return self.task.done() and self.told[-1].resigned
+        return self.task.done() and self.received[-1].resigned
 
 
 async def test_line_exchanges_messages_until_the_gateway_hangs_up() -> None:
-    heard = Heard()
-    lines = LeaderServer(heard)
+    recorder = Recorder()
+    lines = LeaderServer(recorder)
     line = Line(lines, "g")
-    await until(lambda: heard.words == ["g connected", "g says hello"])
+    await until(lambda: recorder.words == ["g connected", "g says hello"])
     lines.send("g", pb.LeaderMessage(queued=7))
     lines.send("nobody", pb.LeaderMessage(queued=8))
-    await until(lambda: line.told and line.told[-1].queued == 7)
+    await until(lambda: line.received and line.received[-1].queued == 7)
     line.said.put_nowait(None)
     await until(lambda: line.is_over)
-    assert heard.words[2:] == ["g disconnected"]
+    assert recorder.words[2:] == ["g disconnected"]
     assert lines.gateways == []
 
 
 async def test_lines_end_with_the_leaders_resignation() -> None:
-    heard = Heard()
-    lines = LeaderServer(heard)
+    recorder = Recorder()
+    lines = LeaderServer(recorder)
     both = [Line(lines, "a"), Line(lines, "b")]
     await until(lambda: len(lines.gateways) == 2)
     lines.disconnect_all()
     assert lines.gateways == []
     await until(lambda: all(line.is_over for line in both))
-    assert heard.words.count("a disconnected") == 1
+    assert recorder.words.count("a disconnected") == 1
 
 
 async def test_line_is_replaced_by_a_newer_one_of_its_gateway() -> None:
-    heard = Heard()
-    lines = LeaderServer(heard)
+    recorder = Recorder()
+    lines = LeaderServer(recorder)
     old = Line(lines, "g")
-    await until(lambda: "g says hello" in heard.words)
-    heard.words.clear()
+    await until(lambda: "g says hello" in recorder.words)
+    recorder.words.clear()
     new = Line(lines, "g")
-    await until(lambda: heard.words == ["g disconnected", "g connected", "g says hello"])
+    await until(lambda: recorder.words == ["g disconnected", "g connected", "g says hello"])
     old.say("late")
     await until(lambda: old.is_over)
     new.say("news")
-    await until(lambda: "g says news" in heard.words)
-    assert "g says late" not in heard.words
+    await until(lambda: "g says news" in recorder.words)
+    assert "g says late" not in recorder.words
     assert lines.gateways == ["g"]
     lines.disconnect_all()
     await until(lambda: new.is_over)
 
 
 async def test_line_without_a_gateway_name_is_rejected() -> None:
-    heard = Heard()
-    line = Line(LeaderServer(heard), "")
+    recorder = Recorder()
+    line = Line(LeaderServer(recorder), "")
     await until(lambda: line.is_over)
-    assert not heard.words
+    assert not recorder.words
 
 
 async def test_lines_take_turns_despite_a_busy_gateway() -> None:
-    heard = Heard()
-    lines = LeaderServer(heard)
+    recorder = Recorder()
+    lines = LeaderServer(recorder)
     loud, quiet = Line(lines, "loud"), Line(lines, "quiet")
     for number in range(100):
         loud.say(f"{number}")
     quiet.say("once")
-    await until(lambda: "loud says 99" in heard.words)
-    assert heard.words.index("quiet says once") < heard.words.index("loud says 9")
+    await until(lambda: "loud says 99" in recorder.words)
+    assert recorder.words.index("quiet says once") < recorder.words.index("loud says 9")
     lines.disconnect_all()
     await until(lambda: loud.is_over and quiet.is_over)

@@ -39,10 +39,10 @@ class Subject:
 
 class Engines:
     def __init__(self) -> None:
-        self.told: list[tuple[int, str]] = []
+        self.policies: list[tuple[int, str]] = []
 
     def set_policy(self, policy: session_pb2.EnginePolicy) -> None:
-        self.told.append((policy.version, policy.name))
+        self.policies.append((policy.version, policy.name))
 
 
 class Catalogue:
@@ -62,7 +62,7 @@ class Replica:
             CONFIG, ledger, [self.subject], [self.engines], [self.catalogue]
         )
 
-    async def beat(self) -> None:
+    async def heartbeat(self) -> None:
         membership = await self.ledger.heartbeat("gateway", "here:1", 1.0)
         await self.runtime_policy.sync(membership.policy_version)
 
@@ -78,7 +78,7 @@ def replica(ledger: MemoryLedger) -> Replica:
 
 
 async def test_policy_defaults_to_the_configuration(replica: Replica) -> None:
-    await replica.beat()
+    await replica.heartbeat()
     assert (replica.runtime_policy.rules, replica.subject.obeyed) == (CONFIGURED, [])
 
 
@@ -88,8 +88,8 @@ async def test_policy_reaches_all_routers_at_the_next_heartbeat(
     other = Replica(replica.ledger)
     assert (await other.runtime_policy.set(CHANGES)).overridden == ("order", "max_queued")
     assert other.subject.obeyed == [SET]
-    await replica.beat()
-    await replica.beat()
+    await replica.heartbeat()
+    await replica.heartbeat()
     assert replica.subject.obeyed == [SET]
 
 
@@ -112,27 +112,27 @@ async def test_engines_get_the_policy_version_of_all_settings(
     for changes in ({"engine_policy": "slai"}, {"max_queued": 500}, {"engine_policy": None}):
         await replica.runtime_policy.set(changes)
         versions.append((await replica.ledger.policy()).version)
-    assert replica.engines.told == [*zip(versions, ("slai", "slai", "default"), strict=True)]
+    assert replica.engines.policies == [*zip(versions, ("slai", "slai", "default"), strict=True)]
     assert versions == sorted({*versions})
 
 
 async def test_unknown_engine_policy_is_forwarded_to_workers(replica: Replica) -> None:
     policy = await replica.ledger.set_policy({"engine_policy": "newer"})
-    await replica.beat()
-    assert replica.engines.told == [(policy.version, "newer")]
+    await replica.heartbeat()
+    assert replica.engines.policies == [(policy.version, "newer")]
     assert replica.runtime_policy.effective_settings.values["engine_policy"] == "default"
 
 
 async def test_unknown_policy_name_suggests_the_nearest(replica: Replica) -> None:
     with pytest.raises(SettingsError, match="slai, static, magnus, not 'statik'; did you mean st"):
         await replica.runtime_policy.set({"engine_policy": "statik"})
-    assert replica.engines.told == []
+    assert replica.engines.policies == []
 
 
 async def test_started_router_loads_the_stored_policy(replica: Replica) -> None:
     await replica.runtime_policy.set(CHANGES)
     started = Replica(replica.ledger)
-    await started.beat()
+    await started.heartbeat()
     assert started.runtime_policy.rules == SET
 
 
@@ -153,14 +153,14 @@ async def test_reset_policy_is_the_configured_one(
 async def test_policy_is_rewritten_to_a_ledger_that_lost_it(replica: Replica) -> None:
     await replica.runtime_policy.set(CHANGES)
     replica.ledger._policy = ClusterPolicy()
-    await replica.beat()
+    await replica.heartbeat()
     policy = await replica.ledger.policy()
     assert policy.values == {"order": "deadline", "max_queued": "500"}
     assert replica.subject.obeyed == [SET]
 
 
 async def test_unknown_stored_settings_fall_back_to_configuration(replica: Replica) -> None:
-    """A newer router may have set it."""
+    """A newer router may have set them."""
     texts = {
         "order": "newer",
         "newer": "1",
@@ -169,7 +169,7 @@ async def test_unknown_stored_settings_fall_back_to_configuration(replica: Repli
         "max_queued": "500",
     }
     await replica.ledger.set_policy(texts)
-    await replica.beat()
+    await replica.heartbeat()
     assert replica.runtime_policy.rules == Rules.of(replace(CONFIG, max_queued=500))
     assert replica.runtime_policy.effective_settings.overridden == ("max_queued",)
 
@@ -191,9 +191,9 @@ async def test_policy_settings_round_trip_through_the_ledger(replica: Replica) -
     assert tuple(said) == SETTINGS
     assert (await replica.runtime_policy.set(said)).values == said
     other = Replica(replica.ledger)
-    await other.beat()
+    await other.heartbeat()
     assert other.runtime_policy.effective_settings == replica.runtime_policy.effective_settings
-    assert other.engines.told == replica.engines.told
+    assert other.engines.policies == replica.engines.policies
     del said["engine_policy"]
     assert other.runtime_policy.rules == Rules.of(replace(CONFIG, **said))  # type: ignore[arg-type]
 
@@ -238,16 +238,16 @@ async def test_adapters_reach_all_routers_beside_the_policy(ledger: MemoryLedger
     await one.runtime_policy.set(CHANGES)
     await one.runtime_policy.set_adapter("sql", SQL)
     assert one.catalogue.entries == {"sql": SQL}
-    await two.beat()
+    await two.heartbeat()
     assert two.catalogue.entries == two.runtime_policy.adapters == {"sql": SQL}
     assert two.subject.obeyed[-1] == SET
     assert [*two.runtime_policy.effective_settings.overridden] == [*CHANGES]
     newer = replace(SQL, digest="another")
     await two.runtime_policy.set_adapter("sql", newer)
-    await one.beat()
+    await one.heartbeat()
     assert one.catalogue.entries == {"sql": newer}
     await two.runtime_policy.set_adapter("sql", None)
-    await one.beat()
+    await one.heartbeat()
     assert one.catalogue.entries == {} and one.subject.obeyed[-1] == SET
 
 
@@ -255,5 +255,5 @@ async def test_invalid_adapter_in_the_ledger_is_ignored(ledger: MemoryLedger) ->
     replica = Replica(ledger)
     for text in ("no", "{}", SQL.to_text().replace("sql=", "")):
         await ledger.set_policy({"adapter bad": text, "adapter sql": SQL.to_text()})
-        await replica.beat()
+        await replica.heartbeat()
         assert replica.catalogue.entries == {"sql": SQL}

@@ -1,4 +1,4 @@
-"""The calls of the ledger that are timed."""
+"""Operations of the ledger that are timed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans of a request's moves and of what its gateway saw."""
+"""Trace spans of a request, from its events in the ledger and its gateway's journal."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def spans(events: Sequence[Event], journal: Journal, entry: Entry) -> list[Span]
     return request_spans(request(), entry, events, journal, lambda: f"{next(numbers):016x}")
 
 
-def told(spans: list[Span]) -> list[tuple[str, float, float]]:
+def span_times(spans: list[Span]) -> list[tuple[str, float, float]]:
     return [(span.name.removeprefix("everlift."), span.start, span.end) for span in spans]
 
 
@@ -62,7 +62,7 @@ def test_trace_spans_of_an_undisturbed_request() -> None:
     journal.end_attempt("finished", CLOCK + 104.5)
     events = moves((100, "open", "g"), (102, "dispatch", "w"), (105, "finish"))
     made = spans(events, journal, entry())
-    assert told(made) == [
+    assert span_times(made) == [
         ("queue", 100, 102),
         ("engine.wait", 102, 102.25),
         ("engine.prefill", 102.25, 103),
@@ -187,7 +187,7 @@ def test_refusal_trace_is_one_span() -> None:
 
 
 def test_span_attributes_are_a_closed_set() -> None:
-    """Errors may quote what a client sent."""
+    """Error messages are no attributes: they may quote what a client sent."""
     journal = WatchedJournal(CLOCK)
     journal.dispatch(CLOCK, 1)
     journal.says(CLOCK + 1, 1, waited_s=0.0, token_ids=[1], error="marker")

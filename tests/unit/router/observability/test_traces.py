@@ -1,4 +1,4 @@
-"""Recorded workloads: what their files say, and what is said of files that are wrong."""
+"""Recorded workloads: formats of their files, and errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:50.9951690,396,109
 2023-11-16 18:17:46.6805900,879,5000
 """
-#: The later ones are written so.
+#: Format of the later traces.
 AZURE_2024 = """TIMESTAMP,ContextTokens,GeneratedTokens
 2024-05-10 00:00:00.009930+00:00,2162,5
 2024-05-10 00:00:01.009930+00:00,2399,6
