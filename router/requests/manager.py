@@ -409,11 +409,15 @@ class Requests:
         ``membership`` is the answer. A delivery report is the time breakdown of an ended request,
         including the delivery to its client. The reports are written in the background.
         """
+        if self._ledger_health.is_away:
+            self._recent.release()
         self._ledger_health.record_heartbeat(membership, now())
         self._tasks.spawn(self._deliveries.flush())
 
     def ledger_failed(self) -> None:
         """Record that the ledger did not answer a heartbeat."""
+        if not self._ledger_health.is_away:
+            self._recent.hold()
         self._ledger_health.record_failure()
 
     def ledger_status(self) -> pb.LedgerStatus:
@@ -451,8 +455,7 @@ class Requests:
                 model = self._models.of(live.request)
                 has_output = live.num_tokens > 0
                 live.use_versions(model.with_fingerprint(live.request, has_output=has_output))
-                if not live.num_tokens:
-                    model.check_worker(live.request, message.worker_id)
+                model.check_worker(live.request, message.worker_id)
             except (UnknownModel, ContextLengthExceeded) as error:
                 live.phase = Phase.ENDING
                 self.attempts.end(live, State.FAILED, error)

@@ -88,8 +88,12 @@ class Resync:
         async with self._lock:
             if self._generation and generation != self._generation:
                 log.warning("ledger has a new generation", requests=len(self._registry))
-                work = self._work()
-                await asyncio.gather(*(_run(work) for _ in range(_MAX_CONCURRENT_RESYNCS)))
+                recent, work = self._registry.recent, self._work()
+                recent.hold()
+                try:
+                    await asyncio.gather(*(_run(work) for _ in range(_MAX_CONCURRENT_RESYNCS)))
+                finally:
+                    recent.release()
             self._generation = generation
 
     def _work(self) -> Iterator[Coroutine[Any, Any, None]]:
@@ -128,12 +132,16 @@ class Resync:
                     await self._ledger.retry(lambda: self._erase(request_id, arrived))
 
     async def _erase(self, request_id: str, arrived: float) -> None:
-        ledger, me = self._ledger.ledger, self._registry.router_id
-        if (await ledger.get(request_id)).arrived != arrived:
+        ledger = self._ledger.ledger
+        entry = await ledger.get(request_id)
+        if entry.arrived != arrived:
             return
+        # The request may belong to a router that was not alive when the client erased it.
+        await self._ledger.check_ownerless(entry.gateway)
         error = Cancelled("erased by Forget")
-        await ledger.end_request(request_id, State.CANCELLED, error.slug, str(error), me)
-        await ledger.erase(request_id)
+        await ledger.end_request(request_id, State.CANCELLED, error.slug, str(error), entry.gateway)
+        if await ledger.erase(request_id) is not None:
+            raise Moved("another router has taken over this request, which was erased")
 
 
 async def _run(work: Iterator[Coroutine[Any, Any, None]]) -> None:
@@ -185,21 +193,29 @@ class Takeover:
         """Take over a request in the background, if the ledger has it and its router is gone."""
         self._tasks.spawn(self._take_over_if_known(request_id))
 
-    def schedule_takeover_of_unanswered(self, request_id: str) -> None:
+    def schedule_takeover_of_unanswered(self, request_id: str, is_charged: bool) -> None:
         """Take over, in the background, a request whose submission failed, if the ledger has it.
 
         A client that chose the request's id may submit it again, so the request is treated as if
         its last reader had left. A request with a generated id is cancelled: nobody knows the id.
+        If the ledger lacks the request, and the submission was charged to its tenant
+        (``is_charged``), the charge is cancelled.
         """
-        self._tasks.spawn(self._take_over_unanswered(request_id))
+        self._tasks.spawn(self._take_over_unanswered(request_id, is_charged))
 
-    async def _take_over_unanswered(self, request_id: str) -> None:
-        with suppress(UnknownRequest):
+    async def _take_over_unanswered(self, request_id: str, is_charged: bool) -> None:
+        try:
             live = await self.take_over(request_id)
-            if is_named(request_id):
-                self._timeouts.on_reader_left(live, has_grace=True)
-            else:
-                self._timeouts.cancel_unread(live, "its client was told that it was not accepted")
+        except UnknownRequest:
+            # The client may have submitted the request again, which did not charge it again.
+            async with self._registry.locks.hold(request_id):
+                if is_charged and self._registry.known(request_id) is None:
+                    self._registry.quotas.settle(request_id, None)
+            return
+        if is_named(request_id):
+            self._timeouts.on_reader_left(live, has_grace=True)
+        else:
+            self._timeouts.cancel_unread(live, "its client was told that it was not accepted")
 
     async def _take_over_if_known(self, request_id: str) -> None:
         with suppress(UnknownRequest):

@@ -49,11 +49,12 @@ class KeyedLock:
 class RecentRequests:
     """Requests that ended, were rejected or were erased within the last ``seconds``.
 
-    An id is in at most one of the three groups.
+    An id is in at most one of the three groups. No id is discarded for its age during ``hold``.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
+        self._num_holds = 0
         self._ended: dict[str, LiveRequest] = {}
         self._rejected: dict[str, None] = {}
         #: arrival in ledger time of erased requests, by id
@@ -115,7 +116,26 @@ class RecentRequests:
         if (timer := self._timers.pop(request_id, None)) is not None:
             timer.cancel()
 
+    def hold(self) -> None:
+        """Keep all ids until ``release``, because the ledger may lack them when it answers again.
+
+        Each call needs its own call of ``release``.
+        """
+        self._num_holds += 1
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+    def release(self) -> None:
+        """End a hold. After the last one, all ids are kept for another ``seconds``."""
+        self._num_holds -= 1
+        if not self._num_holds:
+            for request_id in (*self._ended, *self._rejected, *self._erased):
+                self._discard_later(request_id)
+
     def _discard_later(self, request_id: str) -> None:
+        if self._num_holds:
+            return
         # The timer holds only the id, because a reference to the request would keep its tokens in
         # memory.
         loop = asyncio.get_running_loop()

@@ -49,9 +49,10 @@ class Submissions:
 
     Both callbacks are called with a request id. ``attach`` is called if the ledger already has the
     id, and returns the existing request. ``take_over`` is called if the ledger may have stored the
-    request although the ledger's answer is missing. The callback starts a takeover in the
-    background, unless another living router owns the request. It cancels the request at once, or
-    after the grace period, unless a client attaches or its on_disconnect is CONTINUE.
+    request although the ledger's answer is missing, with whether the request was charged to its
+    tenant. The callback starts a takeover in the background, unless another living router owns the
+    request. It cancels the request at once, or after the grace period, unless a client attaches or
+    its on_disconnect is CONTINUE. It cancels the charge if the ledger lacks the request.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Submissions:
         early_rejection: EarlyRejection,
         estimated_waits: Mapping[str, EstimatedWait],
         attach: Callable[[str], Awaitable[LiveRequest]],
-        take_over: Callable[[str], None],
+        take_over: Callable[[str, bool], None],
     ) -> None:
         self._registry = registry
         self._ledger = ledger.ledger
@@ -143,7 +144,8 @@ class Submissions:
         size = request.num_image_bytes
         if size and self._registry.num_image_bytes + size > _MAX_IMAGE_BYTES:
             raise QueueFull(
-                f"the images of this router's requests would exceed {_MAX_IMAGE_BYTES} bytes",
+                f"the images of this router's requests would exceed {_MAX_IMAGE_BYTES} bytes: "
+                "retry later, or send smaller images",
                 retry_after_s=_IMAGES_S,
             )
 
@@ -227,7 +229,7 @@ class Submissions:
             opened = await self._ledger.open(request, self._registry.router_id, timeout_s, dispatch)
         except LedgerUnavailable:
             # The ledger may have opened and charged the request although its answer is missing.
-            self._take_over(request.request_id)
+            self._take_over(request.request_id, is_charged)
             raise
         except EverliftError:
             if is_charged:

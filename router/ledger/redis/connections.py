@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -162,6 +162,8 @@ class _SentinelPrimary(_OneServer):
         settings = _settings(address, config)
         self._sentinel = Sentinel([])  # type: ignore[no-untyped-call]
         self._sentinel.sentinels = _sentinels(address, settings, config.timeout * _SENTINEL_PART)
+        #: each with one of the sentinels; the first one is asked at the next heartbeat
+        self._watches = deque(_watch(each) for each in self._sentinel.sentinels)
         kind = SentinelTlsConnection if address.tls else SentinelManagedConnection
         super().__init__(
             self._sentinel.master_for(
@@ -175,18 +177,30 @@ class _SentinelPrimary(_OneServer):
         )
 
     async def servers(self, keys: Sequence[str]) -> list[str]:
-        # If the sentinels do not answer, or know no primary, the known primary stays in use.
-        with suppress(MasterNotFoundError):
-            before = self._primary
-            self._primary = await self._sentinel.discover_master(self._service)
-            if before not in (None, self._primary):
-                self._channel.drop()
-                await self._client.connection_pool.disconnect()
+        # One sentinel is asked per call, because a heartbeat that waits for several silent ones
+        # would be longer than the lease.
+        before = self._primary
+        watch = self._sentinel if before is None else self._watches[0]
+        try:
+            self._primary = await watch.discover_master(self._service)
+        except MasterNotFoundError:
+            # The known primary stays in use, and the next call asks another sentinel.
+            if watch is self._watches[0]:
+                self._watches.rotate(-1)
+        if before not in (None, self._primary):
+            self._channel.drop()
+            await self._client.connection_pool.disconnect()
         return await super().servers(keys)
 
     async def close(self) -> None:
         await super().close()
         await self._sentinel.aclose()
+
+
+def _watch(sentinel: Redis) -> Sentinel:
+    watch = Sentinel([])  # type: ignore[no-untyped-call]
+    watch.sentinels = [sentinel]
+    return watch
 
 
 def _sentinels(address: Address, settings: dict[str, Any], timeout_s: float) -> list[Redis]:

@@ -36,7 +36,7 @@ class InMemory:
     """
 
     def __init__(self) -> None:
-        self._moments = count(1)
+        self._times = count(1)
         self._ledger = MemoryLedger(self._now)
         self._kept: dict[str, Any] = {}
 
@@ -45,11 +45,11 @@ class InMemory:
         return self._ledger
 
     def _now(self) -> float:
-        """No moment comes twice, as on a server."""
-        return next(self._moments) / 1e6
+        """Return a time that never repeats, as on a server."""
+        return next(self._times) / 1e6
 
     async def read(self, request_ids: Sequence[str]) -> list[Stored | None]:
-        """None where there is none."""
+        """Return the stored state of each request, or None if it does not exist."""
         found = [self._ledger._find(request_id) for request_id in request_ids]
         return [record and record.stored((), 0.0) for record in found]
 
@@ -60,7 +60,7 @@ class InMemory:
         vars(self._ledger).update(self._copied(self._kept))
 
     def _copied(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """All but what never changes."""
+        """Return a deep copy of the state, which shares what never changes."""
         records = state["_records"].values()
         frozen = [
             state["_clock"],
@@ -73,10 +73,13 @@ class InMemory:
 
 
 class OnServer:
-    """``loses_answers``: every answer is lost once, and every move made twice."""
+    """Backend with ledgers on a server.
+
+    With ``loses_answers``, every answer is lost once, and every move is made twice.
+    """
 
     def __init__(self, url: str, loses_answers: bool = False) -> None:
-        # A machine that is busy elsewhere is not what is looked for.
+        # A busy machine must not cause timeouts.
         self._config = LedgerConfig(url=url, timeout=60.0)
         self._loses_answers = loses_answers
 
@@ -90,7 +93,7 @@ class OnServer:
         return ledger
 
     async def read(self, request_ids: Sequence[str]) -> list[Stored | None]:
-        """All in one round trip, as it is done after every step."""
+        """Read all requests in one round trip, because this happens after every step."""
         calls = [Call(scripts.READ, 0, [request_id]) for request_id in request_ids]
         answers = await self._shards.run_all(calls)
         return [
@@ -123,7 +126,10 @@ class OnServer:
 
 
 async def check_keys(client: Redis, root: str, lives: Mapping[str, Life]) -> None:
-    """I12: no key is left over, and every request's key has an end, that of a final one soon."""
+    """Check I12 for requests: no key is left over, and each has a time to live.
+
+    A final request's keys expire within the retention, an unfinished one's later.
+    """
     keys = await keys_under(client, root)
     assert {key for key in keys if key.startswith(("r:", "t:", "l:", "p:", "e:"))} == {
         key for life in lives.values() for key in keys_of(life)
@@ -147,7 +153,7 @@ async def check_keys(client: Redis, root: str, lives: Mapping[str, Life]) -> Non
 
 
 async def check_objects(client: Redis, root: str, objects: Collection[str]) -> None:
-    """Check I12 for objects: every one has an end, and the listings have exactly these objects."""
+    """Check I12 for objects: each has a time to live, and the listings have exactly these."""
     assert {*await keys_under(client, f"{root}o:")} == {*objects}
     for name in objects:
         assert 0 < await client.pttl(f"{root}o:{name}") <= RETENTION_MS
@@ -209,7 +215,7 @@ def keys_of(life: Life) -> set[str]:
 
 
 async def keys_under(client: Redis, root: Any) -> list[Any]:
-    """Names of the keys that begin with ``root``, without it."""
+    """Return the keys that begin with ``root``, without this prefix."""
     return [key[len(root) :] async for key in client.scan_iter(f"{root}*", count=1000)]
 
 

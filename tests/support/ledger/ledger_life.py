@@ -51,7 +51,7 @@ class LifeChoice:
         return Appended.OK
 
     def contradicts(self, other: LifeChoice) -> bool:
-        """Not both of them can be what one choice has, at one time or a later one."""
+        """Return whether the two cannot be states of one choice at different times."""
         if any(ours != its for ours, its in zip(self.tokens, other.tokens, strict=False)):
             return True
         if self.reason and other.reason:
@@ -78,7 +78,7 @@ class Life:
     choices: tuple[LifeChoice, ...]
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finished_by: int = 0
-    #: every epoch that it ever had
+    #: all epochs so far
     epochs: list[int] = field(default_factory=list)
     events: list[tuple[str, str]] = field(default_factory=list)
 
@@ -157,36 +157,36 @@ class Life:
         error = {"error_slug": "slug", "error_message": "message"}
         return self.move("end", "slug", state=state, worker="", epoch=0, **error)
 
-    def reassert(self, told: Life) -> tuple[Reasserted, Entry]:
+    def reassert(self, reported: Life) -> tuple[Reasserted, Entry]:
         known = self.entry
-        if self.contradicts(told):
+        if self.contradicts(reported):
             return Reasserted.DIVERGED, known
         if not known.state.is_final:
-            knows_more = told.entry.moves > known.moves
-            if not knows_more and told.entry.gateway != known.gateway:
+            knows_more = reported.entry.moves > known.moves
+            if not knows_more and reported.entry.gateway != known.gateway:
                 return Reasserted.TAKEN, known
-            self._learn(told, knows_more)
+            self._learn(reported, knows_more)
             self.put()
             if self.entry.moves > known.moves:
-                self.events.append(("reassert", told.entry.gateway))
-        is_over = told.entry.state.is_final or all(told.entry.finish_reasons)
+                self.events.append(("reassert", reported.entry.gateway))
+        is_over = reported.entry.state.is_final or all(reported.entry.finish_reasons)
         left = self.entry.state.is_final and not is_over
         return Reasserted.ENDED if left else Reasserted.OK, self.entry
 
-    def contradicts(self, told: Life) -> bool:
-        if told.request.body_hash != self.request.body_hash:
+    def contradicts(self, reported: Life) -> bool:
+        if reported.request.body_hash != self.request.body_hash:
             return True
-        pairs = zip(self.choices, told.choices, strict=True)
+        pairs = zip(self.choices, reported.choices, strict=True)
         return any(choice.contradicts(its) for choice, its in pairs)
 
-    def _learn(self, told: Life, knows_more: bool) -> None:
-        for choice, its in zip(self.choices, told.choices, strict=True):
+    def _learn(self, reported: Life, knows_more: bool) -> None:
+        for choice, its in zip(self.choices, reported.choices, strict=True):
             choice.learn(its)
-        self.prompt_logprobs = self.prompt_logprobs or told.prompt_logprobs
+        self.prompt_logprobs = self.prompt_logprobs or reported.prompt_logprobs
         if knows_more:
-            self.entry, self.epochs = told.entry, list(told.epochs)
+            self.entry, self.epochs = reported.entry, list(reported.epochs)
         if all(choice.reason for choice in self.choices) and not self.entry.state.is_final:
-            self.finished_by = told.entry.epoch
+            self.finished_by = reported.entry.epoch
             moves = self.entry.moves + 1
             self.put(state=State.FINISHED, worker="", epoch=0, moves=moves)
 

@@ -1,27 +1,27 @@
-"""Ledgers against a model in plain Python, over random lives of a few requests.
+"""Random histories of a few requests, on a ledger and on a model in plain Python.
 
-What must hold after every step, whatever the model says:
+Invariants that are checked after every step, whatever the model says:
 
-    I1   what was read stays a prefix of what is read later
-    I2   tokens come under the current epoch alone
-    I3   each choice has as many tokens as the entry says, never more than max_tokens, and as many
-         log probabilities where they are kept
-    I4   an unfinished request belongs to one gateway, and is an orphan when that one is dead
-    I5   nothing leaves a final state but forget, and a choice that ended stays as it is
-    I6   each move counts once and leaves one event, and moves never become fewer
-    I8   no more losses than attempts, and fewer than the limit unless it failed
+    I1   tokens that were read stay a prefix of what is read later
+    I2   only the current epoch appends tokens
+    I3   each choice has as many tokens as its entry says, at most max_tokens, and as many
+         log probabilities if they are kept
+    I4   an unfinished request belongs to one gateway, and is an orphan if that one is dead
+    I5   only an erasure ends a final state, and a choice that ended does not change
+    I6   each move counts once and leaves one event, and the number of moves never decreases
+    I8   losses never exceed attempts, and reach the limit only if the request failed
     I11  an arrival keeps its time
-    I12  no key is left over, and what belongs to a request has an end; each chunk of a prompt is
-         kept as long as a prompt has it, and no longer
-    I13  where a server came back with less and was told again what it had, nobody reads another
-         token at an offset that was read before, and no epoch is taken that was given up before
-    I14  every request is listed once, by its arrival, and nothing that is gone
-    I15  of what operators set the newest holds, whatever a server lost since
-    I16  an object has the value and version of its last put, is listed once in its collection, and
-         no version of its name is used twice, whatever a server lost since
+    I12  no key is left over, and every key of a request has a time to live; each chunk of a
+         prompt is kept exactly as long as a prompt has it
+    I13  after a rollback and a resync, no client reads another token at an offset that was read
+         before, and no abandoned epoch is accepted
+    I14  every request is listed once, by its arrival, and no request that is gone
+    I15  the newest runtime policy is in effect, whatever a server lost since
+    I16  an object has the value and version of its last put, is listed once in its collection,
+         and no version of its name is used twice, whatever a server lost since
 
-A ledger may lose its last moves between any two steps (``lose_what_came_since``), and two moves may
-be made at once (``race``).
+Between any two steps a ledger may lose its last moves (``lose_what_came_since``), and moves may be
+concurrent (``race``).
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ T = TypeVar("T")
 Run = Callable[[Awaitable[Any]], Any]
 
 IDS = ("a", "b:0", "t/c", "t/d")
-#: Those which random moves may end; the others live on until a worker finishes them.
+#: Requests that random moves may end; only a worker finishes the others.
 MORTALS = IDS[:2]
-#: Choices of each request, and alternatives of its tokens where log probabilities are kept.
+#: Number of choices of each request, and of alternatives if it has log probabilities.
 NS = {"a": 1, "b:0": 3, "t/c": 1, "t/d": 2}
 TOPS = {"a": None, "b:0": 2, "t/c": 0, "t/d": None}
 #: Lengths of the prompts, which all begin alike and share chunks.
@@ -89,7 +89,7 @@ OBJECTS = {
     for parts in (("", "things", "a"), ("t", "things", "a"), ("t", "things", "b"))
 }
 AGES_S = 3600.0
-#: Nonces whose doubles are all the same.
+#: Nonces that all round to the same double.
 NONCES = range(2**64 - 64, 2**64)
 
 
@@ -103,7 +103,7 @@ tokens = st.lists(st.sampled_from([0, 255, 2**31, 2**32 - 1]), max_size=4).map(t
 tallies = st.builds(
     Tally, st.integers(0, 2), st.integers(0, 2), st.integers(0, 2**40), st.integers(0, 2**20)
 )
-#: Mostly of the first choice, sometimes of none that there is.
+#: Mostly the first choice, sometimes one that does not exist.
 choices = st.sampled_from([0, 0, 0, 1, 1, 2, 3])
 
 Item = tuple[str, int, int, int, tuple[int, ...], FinishReason | None]
@@ -111,7 +111,7 @@ Item = tuple[str, int, int, int, tuple[int, ...], FinishReason | None]
 
 @dataclass(frozen=True)
 class Deed:
-    """Move that is made together with others: by the ledger, and in the model."""
+    """Move that is made concurrently with others: on the ledger, and in the model."""
 
     by_ledger: Callable[[], Awaitable[object]]
     in_model: Callable[[Life], object]
@@ -140,7 +140,7 @@ class LedgerMachine(RuleBasedStateMachine):
         super().__init__()
         self.run = run
         self.backend = backend
-        #: times that every move is made
+        #: number of times that every move is made
         self.tries = tries
         self.ledger: Ledger = run(backend.open())
         self.lives: dict[str, Life] = {}
@@ -148,28 +148,28 @@ class LedgerMachine(RuleBasedStateMachine):
         self.leader = 0
         self.term = 0
         self.policy = ClusterPolicy()
-        #: all that there ever were, the newest last
+        #: all policies so far, the newest last
         self.policies = [ClusterPolicy()]
         self.objects: dict[str, StoredObject] = {}
-        #: versions that each object ever had, the newest last
+        #: all versions of each object so far, the newest last
         self.versions: dict[str, list[int]] = {name: [] for name in OBJECTS}
-        #: what was read before
+        #: last state read, by request
         self.seen: dict[str, Stored] = {}
-        #: ids and arrivals of what was forgotten
+        #: ids and arrival times of erased requests
         self.forgotten: frozenset[tuple[str, float]] = frozenset()
         self.kept: Kept | None = None
-        #: what gateways have in their hands of what the ledger lost
+        #: requests that the ledger lost, as their gateways know them
         self.held: dict[str, Life] = {}
         self.again: Callable[[], Awaitable[object]] | None = None
         self.answer: object = None
 
     def teardown(self) -> None:
         self.run(self.ledger.close())
-        # After a failure one is enough to say.
+        # After a failure, the keys are not checked as well.
         self.run(self.backend.finish(None if sys.exc_info()[0] else self.lives, self.objects))
 
     def ask(self, move: Callable[[], Awaitable[T]]) -> T | Exception:
-        """The ledger's answer, or the error that it raised."""
+        """Make a move; return the ledger's answer, or the error that it raised."""
         self.again = partial(self._outcome, move)
         self.answer = self.run(self._outcome(move))
         return self.answer  # type: ignore[return-value]
@@ -181,7 +181,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return error
 
     def expect(self, request_id: str, answer: object, do: Callable[[Life], object]) -> None:
-        """The ledger's ``answer`` is what the model says, which does the same."""
+        """Apply ``do`` to the model, and check that it returns the ledger's ``answer``."""
         life = self.lives.get(request_id)
         if life is None:
             assert isinstance(answer, UnknownRequest)
@@ -226,7 +226,7 @@ class LedgerMachine(RuleBasedStateMachine):
             epoch, is_stale = dispatch
             at_once = Dispatch("worker", epoch, self.term ^ 1 if is_stale else self.term)
         answer = self.ask(lambda: self.ledger.open(request, gateway, None, at_once))
-        # Only within one call is the second try of an open known as such.
+        # A retry of ``open`` is recognised only within one call.
         self.again = None
         known = self.lives.get(request_id)
         if known and known.request.body_hash != body:
@@ -273,7 +273,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for _ in range(self.tries):
             expected = [self._appended(item) for item in appends]
         assert answers == expected
-        # Of two items for one request the first one, repeated, may find what the second one did.
+        # With two items of one request, a repeat of the first may meet the effect of the second.
         if len({item.request_id for item in appends}) < len(appends):
             self.again = None
 
@@ -294,7 +294,7 @@ class LedgerMachine(RuleBasedStateMachine):
         offset = max(0, self._length(request_id, choice) + skew)
         if num_top is None:
             return Append(request_id, epoch, offset, new, choice, finish)
-        # Another attempt may find the same token a little more or less probable.
+        # Another attempt may compute slightly different log probabilities.
         logprobs = scored(*(-1.0 - at - back for at in range(len(new))), num_top=num_top)
         prompt_logprobs = PROMPT_LOGPROBS if choice == offset == 0 else ()
         return Append(request_id, epoch, offset, new, choice, finish, logprobs, prompt_logprobs)
@@ -304,7 +304,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return counts[choice] if choice < len(counts) else 0
 
     def _epoch(self, request_id: str, back: int) -> int:
-        """The epoch that a request had ``back`` dispatches ago, if it had so many."""
+        """Return the epoch that a request had ``back`` dispatches ago, or 1 if it had none."""
         epochs = self.lives[request_id].epochs if request_id in self.lives else []
         return ([1, 1, 1, *epochs])[-1 - back]
 
@@ -328,7 +328,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def take_over(self, request_id: str, gateway: str, owner: str) -> None:
         answer = self.ask(partial(self._take_over, request_id, gateway, owner))
         self.expect(request_id, answer, lambda life: life.take_over(gateway, owner))
-        # Who takes its own over from itself does it twice in two calls.
+        # A gateway that takes over from itself moves again in a second call.
         if gateway == owner:
             self.again = None
 
@@ -367,13 +367,13 @@ class LedgerMachine(RuleBasedStateMachine):
         assert answer is None
         self.forgotten |= {(request_id, life.entry.arrived)}
         self._lose(request_id)
-        # Only within one call is its second try known as such.
+        # A retry of ``erase`` is recognised only within one call.
         self.again = None
 
     @rule()
     @precondition(lambda self: self.again is not None)
     def repeat(self) -> None:
-        """The answer of the last move was lost, and it is made again."""
+        """Repeat the last move, as if its answer had been lost."""
         assert self.again is not None
         answer = self.run(self.again())
         if isinstance(answer, Exception):
@@ -381,11 +381,11 @@ class LedgerMachine(RuleBasedStateMachine):
         else:
             assert answer == self.answer
 
-    # a server that comes back with less
+    # rollbacks of the server
 
     @rule()
     def keep(self) -> None:
-        """Write the ledger's present contents to its disk."""
+        """Save the ledger's present contents, for a later rollback."""
         self.run(self.backend.keep())
         self.kept = Kept(
             copied(self.lives),
@@ -414,42 +414,44 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(request_id=requests)
     @precondition(lambda self: self.held)
     def reassert(self, request_id: str) -> None:
-        """A gateway tells what it held when the ledger lost it, whatever has happened since."""
-        told = self.held[request_id if request_id in self.held else next(iter(self.held))]
-        request_id = told.entry.request_id
-        answer = self.ask(lambda: self.ledger.reassert(told.stored))
-        if (request_id, told.entry.arrived) in self.forgotten:
-            assert answer == (Reasserted.FORGOTTEN, told.entry)
+        """Resync a request that the ledger lost, whatever has happened since."""
+        reported = self.held[request_id if request_id in self.held else next(iter(self.held))]
+        request_id = reported.entry.request_id
+        answer = self.ask(lambda: self.ledger.reassert(reported.stored))
+        if (request_id, reported.entry.arrived) in self.forgotten:
+            assert answer == (Reasserted.FORGOTTEN, reported.entry)
             return
         before = self.lives.get(request_id)
-        life = self.lives[request_id] = before.copy() if before else self._unheard_of(told)
+        life = self.lives[request_id] = before.copy() if before else self._unknown(reported)
         for _ in range(self.tries):
-            expected = life.reassert(told)
+            expected = life.reassert(reported)
         assert answer == expected
         assert not isinstance(answer, Exception)
-        self._check_reassertion(told, before, life, answer[0])
-        # It is no worker's progress.
+        self._check_resync(reported, before, life, answer[0])
+        # The checks of a worker's progress do not apply to a resync.
         self.seen.pop(request_id, None)
 
-    def _unheard_of(self, told: Life) -> Life:
-        life = Life.opened(told.request, told.entry.gateway, told.entry.arrived)
+    def _unknown(self, reported: Life) -> Life:
+        life = Life.opened(reported.request, reported.entry.gateway, reported.entry.arrived)
         life.events.clear()
         life.put(moves=0)
         return life
 
-    def _check_reassertion(
-        self, told: Life, before: Life | None, life: Life, answer: Reasserted
+    def _check_resync(
+        self, reported: Life, before: Life | None, life: Life, answer: Reasserted
     ) -> None:
-        for was, now, its in zip((before or life).choices, life.choices, told.choices, strict=True):
+        for was, now, its in zip(
+            (before or life).choices, life.choices, reported.choices, strict=True
+        ):
             assert now.tokens[: len(was.tokens)] == was.tokens  # I1
             if answer is Reasserted.OK:  # I13
                 shared = min(len(now.tokens), len(its.tokens))
                 assert now.tokens[:shared] == its.tokens[:shared]
                 assert shared == len(its.tokens) or (before and before.entry.state.is_final)
-        if answer is Reasserted.OK and told.entry.moves > (before.entry.moves if before else 0):
-            assert life.entry.state.is_final or life.entry.epoch == told.entry.epoch
+        if answer is Reasserted.OK and reported.entry.moves > (before.entry.moves if before else 0):
+            assert life.entry.state.is_final or life.entry.epoch == reported.entry.epoch
 
-    # what random moves meet too seldom
+    # situations that random moves reach too rarely
 
     @rule(request_id=requests, choice=choices, skew=st.integers(-2, 1), new=tokens, finish=finishes)
     @precondition(lambda self: self._running())
@@ -461,7 +463,7 @@ class LedgerMachine(RuleBasedStateMachine):
         new: tuple[int, ...],
         finish: FinishReason | None,
     ) -> None:
-        """A worker brings more tokens, some that it brought before, or too few."""
+        """Append a worker's tokens: new ones, repeated ones, or some after a gap."""
         request_id = self._runs(request_id)
         self.append_all([(request_id, choice % NS[request_id], 0, skew, new, finish)])
 
@@ -470,7 +472,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def end_all_choices(
         self, request_id: str, new: tuple[int, ...], finish: FinishReason | None, tally: Tally
     ) -> None:
-        """A frame brings the end of every choice."""
+        """End every choice with one append."""
         request_id = self._runs(request_id)
         items = [(request_id, c, 0, 0, new[c:], finish) for c in range(NS[request_id])]
         self.append_all(items, tally)
@@ -480,7 +482,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def zombie(
         self, request_id: str, epoch: int, new: tuple[int, ...], finish: FinishReason | None
     ) -> None:
-        """A worker that was given up goes on while a second one has its request."""
+        """Let a worker append after its request was dispatched to another worker."""
         request_id = self._runs(request_id)
         old = self.lives[request_id].entry.epoch
         if epoch != old:
@@ -500,15 +502,15 @@ class LedgerMachine(RuleBasedStateMachine):
     def zombie_gateway(
         self, request_id: str, epoch: int, new: tuple[int, ...], finish: FinishReason | None
     ) -> None:
-        """A gateway whose lease is over goes on while an heir has its request on another worker."""
+        """Let a gateway without a lease write after another one has taken over its request."""
         request_id = self._runs(request_id)
         entry = self.lives[request_id].entry
-        heir = GATEWAYS[entry.gateway == GATEWAYS[0]]
+        successor = GATEWAYS[entry.gateway == GATEWAYS[0]]
         if epoch == entry.epoch:
             return
         self.end_lease(entry.gateway)
         assert request_id in self.run(self.ledger.orphans(100))
-        self.take_over(request_id, heir, entry.gateway)
+        self.take_over(request_id, successor, entry.gateway)
         self.dispatch(request_id, epoch, self.term, is_stale=False)
         self._is_fenced(request_id, entry.epoch, new, finish)
         self.release(request_id, back=1, loss="why")
@@ -530,8 +532,7 @@ class LedgerMachine(RuleBasedStateMachine):
         finish: FinishReason | None,
         is_lost_early: bool,
     ) -> None:
-        """The server loses a moment in which a request went to another worker and on from there;
-        its gateways tell it all that they have."""
+        """Roll the server back by a redispatch and its tokens, and resync all requests."""
         request_id = self._runs(request_id)
         given_up = self.lives[request_id].entry.epoch
         epoch = next(it for it in epochs if it not in self.lives[request_id].epochs[-4:])
@@ -558,7 +559,7 @@ class LedgerMachine(RuleBasedStateMachine):
         new=st.lists(tokens, min_size=2, max_size=2),
         ends=st.lists(finishes | st.just(FinishReason.STOP), min_size=2, max_size=2),
         detours=st.lists(st.integers(0, 2), min_size=2, max_size=2),
-        has_heir=st.booleans(),
+        has_successor=st.booleans(),
         shared=st.none() | st.integers(0, 4),
         is_ended=st.booleans(),
     )
@@ -570,12 +571,15 @@ class LedgerMachine(RuleBasedStateMachine):
         new: list[tuple[int, ...]],
         ends: list[FinishReason | None],
         detours: list[int],
-        has_heir: bool,
+        has_successor: bool,
         shared: int | None,
         is_ended: bool,
     ) -> None:
-        """The server loses a moment, and somebody goes on from there before its gateway, which had
-        gone on too, tells what it has. So many of their tokens are the same, or other ones."""
+        """Roll the server back, and resync a request after it has progressed differently.
+
+        Both histories of the request share the first ``shared`` new tokens; None draws other ones.
+        With ``has_successor``, the other gateway takes the request over.
+        """
         request_id = self._runs(request_id)
         theirs = new[1] if shared is None else new[0][:shared]
         self.keep()
@@ -583,7 +587,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.held.clear()
         self.lose_what_came_since()
         owner = self.lives[request_id].entry.gateway
-        if has_heir:
+        if has_successor:
             self.take_over(request_id, GATEWAYS[owner == GATEWAYS[0]], owner)
             self.dispatch(request_id, epochs[4], self.term, is_stale=False)
         self._wander(request_id, epochs[2:4], detours[1], theirs, ends[1])
@@ -599,7 +603,7 @@ class LedgerMachine(RuleBasedStateMachine):
         new: tuple[int, ...],
         finish: FinishReason | None,
     ) -> None:
-        """Some moves, then tokens of the first choice and of the last one."""
+        """Redispatch the request ``detours`` times, then append to its first and last choice."""
         for epoch in epochs[:detours]:
             self.release(request_id, back=0, loss=None)
             self.dispatch(request_id, epoch, self.term, is_stale=False)
@@ -624,7 +628,7 @@ class LedgerMachine(RuleBasedStateMachine):
         finish: FinishReason | None,
         others: list[tuple[int, int, tuple[int, ...], FinishReason | None]],
     ) -> None:
-        """A choice ends, its end comes again, and so does more of it."""
+        """End a choice, repeat that append, and append more to the ended choice."""
         request_id = self._runs(request_id)
         choice %= NS[request_id]
         self.append_all([(request_id, choice, 0, 0, new[:1], finish)])
@@ -643,7 +647,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(epoch=nonces, term=nonces)
     @precondition(lambda self: self._queued())
     def deposed(self, epoch: int, term: int) -> None:
-        """A leader dispatches after another one took its place."""
+        """Let a leader dispatch after another one has replaced it."""
         old = self.term
         self.run(self.ledger.resign(self.leader))
         self.leader = 0
@@ -658,16 +662,16 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(
         request_id=requests,
         names=st.lists(
-            st.sampled_from(["finish", "finish", "release", "heir", "other heir", "end"]),
+            st.sampled_from(["finish", "finish", "release", "successor", "other successor", "end"]),
             min_size=2,
             max_size=3,
         ),
         new=tokens,
     )
-    # An answer that was lost may come again when the other moves have been made.
+    # A repeated move may be made after the other moves.
     @precondition(lambda self: self.tries == 1 and self._running())
     def race(self, request_id: str, names: list[str], new: tuple[int, ...]) -> None:
-        """Several moves at once are as if one was made after the other."""
+        """Check that concurrent moves have the same result as in some sequential order."""
         request_id = self._runs(request_id)
         deeds = [self._deed(request_id, name, new) for name in names]
         answers = self.run(self._all_at_once(deeds))
@@ -684,7 +688,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def _deed(self, request_id: str, name: str, new: tuple[int, ...]) -> Deed:
         entry = self.lives[request_id].entry
         finish = self._item(request_id, 0, 0, 0, new, FinishReason.STOP)
-        heir = GATEWAYS[name == "heir"]
+        successor = GATEWAYS[name == "successor"]
         match name:
             case "finish":
                 return Deed(
@@ -702,8 +706,8 @@ class LedgerMachine(RuleBasedStateMachine):
                 )
             case _:
                 return Deed(
-                    lambda: self._take_over(request_id, heir, entry.gateway),
-                    lambda life: life.take_over(heir, entry.gateway),
+                    lambda: self._take_over(request_id, successor, entry.gateway),
+                    lambda life: life.take_over(successor, entry.gateway),
                 )
 
     def _tried(self, life: Life, item: Append) -> Appended:
@@ -751,7 +755,7 @@ class LedgerMachine(RuleBasedStateMachine):
             if (last := page.last) is None:
                 return found
 
-    # what operators set
+    # runtime policy
 
     @rule(
         changes=st.dictionaries(
@@ -770,7 +774,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(back=st.integers(0, 3))
     def restore_policy(self, back: int) -> None:  # I15
-        """A router knows what was set last, or has missed that."""
+        """Restore a policy that a router knows: the last one or an earlier one."""
         known = self.policies[max(0, len(self.policies) - 1 - back)]
         expected = max(self.policy, known, key=lambda it: it.version)
         self.policy = self.run(self.ledger.restore_policy(known))
@@ -816,7 +820,7 @@ class LedgerMachine(RuleBasedStateMachine):
         listed = self.run(self.ledger.list_objects("things", tenant, after, limit))
         assert [*listed] == expected[:limit]
 
-    # who is there
+    # leader and gateways
 
     @rule(term=nonces)
     def lead(self, term: int) -> None:
@@ -824,7 +828,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert leads == (self.leader in (0, term))
         if leads:
             self.leader = self.term = term
-        # What was refused under one term may be refused for another reason under the next.
+        # A move refused under one term may be refused for another reason under the next.
         self.again = None
 
     @rule(term=nonces, is_last=st.booleans())
@@ -924,7 +928,7 @@ class LedgerMachine(RuleBasedStateMachine):
         )
 
 
-#: Explaining a failure would take longer than finding it.
+#: Settings of the search; ``check`` omits the explain phase, which takes longer than the search.
 _SEARCH = settings(
     stateful_step_count=40,
     database=None,
@@ -940,10 +944,13 @@ def check(
     tries: int = 1,
     shrinks: bool = True,
 ) -> None:
-    """So many random histories. ``tries`` are the times that the ledger makes every move. Raises
-    what the first one raises that fails, made smaller unless it is not to be."""
+    """Run ``histories`` random histories; raise the error of the first one that fails.
+
+    The ledger makes every move ``tries`` times. With ``shrinks``, a failing history is shrunk
+    first.
+    """
     phases = [Phase.generate, *([Phase.shrink] if shrinks else [])]
-    # Its annotation asks for a class; its documentation takes what makes one.
+    # The annotation requires a class, but the documentation permits a factory.
     run_state_machine_as_test(
         lambda: LedgerMachine(run, backend, tries),  # type: ignore[arg-type]
         settings=settings(_SEARCH, max_examples=histories, phases=phases),

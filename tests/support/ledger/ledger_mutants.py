@@ -1,4 +1,4 @@
-"""The mutants of tests/support/ledger/ledger_mutants.txt, which says what its lines are."""
+"""Mutants of the ledger's scripts, read from ledger_mutants.txt (see its header)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ _ONLY = " alone"
 
 @dataclass(frozen=True)
 class Mutant:
-    """``find`` is in the text of ``script`` once, ``replacement`` stands there instead.
-    ``caught_by`` names a test of the contract; ``is_beyond_chance`` if random histories do not see
-    what is wrong."""
+    """Change of a script that a test must detect.
+
+    ``find`` occurs once in ``script`` and is replaced by ``replacement``. ``caught_by`` names the
+    contract test that detects the mutant; ``is_beyond_chance`` means that random histories cannot.
+    """
 
     script: str
     why: str
@@ -27,7 +29,7 @@ class Mutant:
         return f"{self.script}: {self.why}"
 
     def applied(self, script: str) -> str:
-        """The text of a script with the mutant in it, if it is this one's."""
+        """Return the text of ``script``, with the mutant if it changes this script."""
         text = scripts.text(script)
         return text.replace(self.find, self.replacement) if script == self.script else text
 

@@ -1,5 +1,4 @@
-"""Redis servers of every arrangement, each thrown away: alone, over TLS with users, with a replica,
-with sentinels, as a cluster."""
+"""Throw-away Redis servers: single, with TLS and users, with a replica, sentinels, or a cluster."""
 
 from __future__ import annotations
 
@@ -32,10 +31,10 @@ SLOTS = 16384
 
 
 class Server:
-    """Server process on a port of its own, whose data survives for the next ``start``."""
+    """Server process on a port of its own, whose data survives a restart."""
 
     def __init__(self, directory: Path, *settings: str, binary: str = "") -> None:
-        """``settings`` are lines of a configuration file."""
+        """Create the directory and its configuration, with the lines ``settings``."""
         directory.mkdir()
         self.port = free_port()
         self.directory = directory
@@ -63,7 +62,8 @@ class Server:
                 [*self._command, *options],
                 stdout=log,
                 stderr=log,
-                # With a signal less: one that is told to write no more has an error to report.
+                # Keep SIGXFSZ ignored: exceeding a file size limit is then a write error, not the
+                # server's end.
                 restore_signals=False,
             )
 
@@ -113,7 +113,7 @@ def server(*settings: str, binary: str = "") -> Iterator[Server]:
 
 @contextmanager
 def pair(*settings: str, binary: str = "") -> Iterator[list[Server]]:
-    """A primary and its replica."""
+    """Run a primary and its replica; yield both."""
     settings = (*DURABLE, "repl-diskless-sync-delay 0", *settings)
     with _directory() as directory:
         primary = Server(directory / "primary", *settings, binary=binary)
@@ -121,7 +121,7 @@ def pair(*settings: str, binary: str = "") -> Iterator[list[Server]]:
         replica = Server(directory / "replica", following, *settings, binary=binary)
         with _running([primary, replica]) as servers:
             until(lambda: replica.info("replication")["master_link_status"] == "up")
-            # It says how far it is for the first time up to a second later; nothing is sent before.
+            # The replica reports its offset for the first time up to a second after the link is up.
             primary.ask("PUBLISH", "something", "to be far in")
             until(lambda: primary.info("replication")["slave0"]["offset"] > 0)
             yield servers
@@ -129,8 +129,10 @@ def pair(*settings: str, binary: str = "") -> Iterator[list[Server]]:
 
 @contextmanager
 def sentinels(primary: Server, sentinel_rule: str) -> Iterator[list[Server]]:
-    """Three, that make its replica the primary when it is gone for half a second. The last one has
-    a user, as a line of its configuration."""
+    """Run three sentinels, which fail over once ``primary`` is down for half a second.
+
+    The configuration of the last one also has the line ``sentinel_rule``, which defines a user.
+    """
     settings = (
         f"sentinel monitor {SERVICE} {HOST} {primary.port} 2",
         f"sentinel down-after-milliseconds {SERVICE} 500",
@@ -147,7 +149,7 @@ def sentinels(primary: Server, sentinel_rule: str) -> Iterator[list[Server]]:
 
 def _sentinel(directory: Path, settings: Sequence[str]) -> Server:
     one = Server(directory, *settings)
-    # A sentinel takes no "save".
+    # A sentinel rejects the directive "save".
     conf = directory / "redis.conf"
     conf.write_text(conf.read_text("utf-8").replace('save ""\n', ""), "utf-8")
     return one
@@ -161,7 +163,7 @@ def _knows(one: Server) -> bool:
 
 @contextmanager
 def cluster(count: int = 3, *settings: str) -> Iterator[list[Server]]:
-    """Primaries only, the slots shared between them."""
+    """Run a cluster of ``count`` primaries without replicas, which share the slots."""
     with _directory() as directory:
         nodes = [
             Server(
@@ -199,7 +201,7 @@ def _is_joined(node: Server, count: int) -> bool:
 
 @contextmanager
 def certificate(name: str = f"IP:{HOST}") -> Iterator[tuple[Path, Path]]:
-    """A certificate that vouches for itself, and its key."""
+    """Create a self-signed certificate and its key; yield their paths."""
     found("openssl")
     with _directory() as directory:
         cert, key = directory / "cert.pem", directory / "key.pem"
@@ -213,7 +215,7 @@ def certificate(name: str = f"IP:{HOST}") -> Iterator[tuple[Path, Path]]:
 
 @contextmanager
 def tls_server(cert: Path, key: Path, acl: str, *settings: str) -> Iterator[Server]:
-    """Run a server that requires a certificate of ours and a user with the rights ``acl``."""
+    """Run a server that requires a client certificate and a user with the rights ``acl``."""
     with _directory() as directory:
         one = Server(directory / "one")
         users = ("user default off", f"user {USER} on >{PASSWORD} {acl}")
@@ -223,7 +225,7 @@ def tls_server(cert: Path, key: Path, acl: str, *settings: str) -> Iterator[Serv
 
 
 def tls_lines(one: Server, cert: Path, key: Path) -> tuple[str, ...]:
-    """No other port than one for TLS."""
+    """Return the configuration of a server that listens only on a TLS port."""
     return (
         "port 0",
         f"tls-port {one.port}",
@@ -238,7 +240,7 @@ def tls_lines(one: Server, cert: Path, key: Path) -> tuple[str, ...]:
 
 @contextmanager
 def tls_sentinel(cert: Path, key: Path) -> Iterator[Server]:
-    """A primary and a sentinel."""
+    """Run a primary and its sentinel with TLS; yield the sentinel."""
     with _directory() as directory:
         primary, one = Server(directory / "primary"), Server(directory / "sentinel")
         primary.write(*tls_lines(primary, cert, key), *DURABLE)
@@ -255,7 +257,7 @@ def tls_sentinel(cert: Path, key: Path) -> Iterator[Server]:
 
 @contextmanager
 def tls_cluster_node(cert: Path, key: Path) -> Iterator[Server]:
-    """Run a node of a cluster that has all slots."""
+    """Run the only node of a cluster with TLS, which has all slots."""
     with _directory() as directory:
         one = Server(directory / "node")
         lines = ("cluster-enabled yes", f"cluster-port {free_port()}", "tls-cluster yes")
@@ -269,7 +271,10 @@ def tls_cluster_node(cert: Path, key: Path) -> Iterator[Server]:
 
 @contextmanager
 def tls_ledger() -> Iterator[tuple[str, dict[str, str]]]:
-    """The url of one whose user may do what the README says, and scan; and what else it takes."""
+    """Run a TLS server; yield its URL and the ledger's TLS settings.
+
+    Its user has the rights that the README states, plus SCAN.
+    """
     with certificate() as (cert, key), tls_server(cert, key, f"{readme_rule()} +scan") as one:
         yield tls_url(one), {"tls_ca": str(cert), "tls_cert": str(cert), "tls_key": str(key)}
 
@@ -332,7 +337,10 @@ def _directory() -> Iterator[Path]:
 
 
 def until(holds: Callable[[], bool], why_not: Callable[[], str] = str) -> None:
-    """Waits until it does; what cannot be asked yet does not hold. ``why_not`` says more."""
+    """Wait until ``holds`` returns true; a RedisError counts as false.
+
+    On a timeout the failure message includes ``why_not``.
+    """
     give_up = time.monotonic() + 2 * TIMEOUT_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Ledgers for tests, each thrown away: in memory, on the embedded Valkey, on Debian's Redis."""
+"""Throw-away ledgers for tests: in memory, on the embedded Valkey, or on Debian's Redis."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from router.ledger.redis.redis_ledger import RedisLedger, connect
 from router.ledger.redis.shards import Call
 
 TIMEOUT_S = 10.0
-#: Of a ledger that soon forgets what ended.
+#: Retention of a ledger that soon drops ended requests, in seconds.
 RETENTION_S = 0.25
-#: Lets a little time pass.
+#: Function that lets a little time pass.
 Tick = Callable[[], Awaitable[None]]
 
 
 class Clock:
-    """Time that passes when a test says so."""
+    """Clock that a test sets."""
 
     def __init__(self, now: float = 1000.0) -> None:
         self.now = now
@@ -103,7 +103,11 @@ def make_request(
 
 
 def scored(*logprobs: float, num_top: int = 0) -> tuple[TokenLogprobs, ...]:
-    """Log probabilities of tokens; of the same numbers the same. What float32 holds comes back."""
+    """Return log probabilities of tokens, each with ``num_top`` alternatives.
+
+    The result depends only on the arguments. Values that float32 represents exactly survive
+    storage.
+    """
     return tuple(
         TokenLogprobs(it, rank, tuple((2**32 - 1 - at, it - at) for at in range(num_top)))
         for rank, it in enumerate(logprobs, 1)
@@ -111,7 +115,7 @@ def scored(*logprobs: float, num_top: int = 0) -> tuple[TokenLogprobs, ...]:
 
 
 def lose_answers(ledger: Ledger) -> None:
-    """Lets every answer of a server get lost once: each script runs twice."""
+    """Make the ledger run each script twice, as if every first answer were lost."""
     if not isinstance(ledger, RedisLedger):
         return
     shards = ledger._shards
@@ -125,7 +129,7 @@ def lose_answers(ledger: Ledger) -> None:
 
 
 async def chunk_references(ledger: Ledger) -> dict[str, int]:
-    """The number of references to each chunk and image of the prompts in the ledger, by name."""
+    """Return the number of references to each prompt chunk and image in the ledger, by name."""
     if isinstance(ledger, MemoryLedger):
         ledger._forget_expired()
         prompts = ledger._prompts
@@ -150,7 +154,7 @@ async def tokens_of(ledger: Ledger, request_id: str = "r", choice: int = 0) -> t
 async def eventually(
     holds: Callable[[], Awaitable[bool]], tick: Callable[[], Awaitable[None]] | None = None
 ) -> None:
-    """Waits until ``holds`` does; ``tick`` lets a little time pass."""
+    """Wait until ``holds`` returns true; ``tick`` lets a little time pass."""
     give_up = time.monotonic() + TIMEOUT_S
     while not await holds():
         assert time.monotonic() < give_up, "it never came true"
@@ -159,7 +163,7 @@ async def eventually(
 
 @contextmanager
 def valkey_server(config: LedgerConfig | None = None, also: str = "") -> Iterator[str]:
-    """The url of an embedded ledger, whose user has the commands ``also`` beside the ledger's."""
+    """Run an embedded ledger, whose user may also run the commands ``also``; yield its URL."""
     with (
         tempfile.TemporaryDirectory() as state_dir,
         patch.object(embedded, "_COMMANDS", f"{embedded._COMMANDS} {also}"),
@@ -173,13 +177,14 @@ def valkey_server(config: LedgerConfig | None = None, also: str = "") -> Iterato
 
 @contextmanager
 def redis_server(*options: str) -> Iterator[str]:
-    """The url of Debian's redis-server, or of another one on the PATH."""
+    """Run Debian's redis-server, or another one on the PATH; yield its URL."""
     binary = redis_binary()
     with tempfile.TemporaryDirectory() as directory:
         socket = f"{directory}/socket"
         command = [binary, "--port", "0", "--unixsocket", socket, "--dir", directory]
         command += ["--save", "", "--appendonly", "yes", "--maxmemory-policy", "noeviction"]
-        # SIGXFSZ stays ignored: a file that may not grow is an error to it then, not its end.
+        # Keep SIGXFSZ ignored: exceeding a file size limit is then a write error, not the server's
+        # end.
         process = subprocess.Popen(
             [*command, *options], stdout=subprocess.DEVNULL, restore_signals=False
         )
@@ -209,7 +214,7 @@ def redis_binary() -> str:
 
 
 def found(program: str) -> str:
-    """Return the path of a program; without it the test is skipped, or fails in CI."""
+    """Return the path of a program; without it skip the test, or fail it in CI."""
     if (binary := shutil.which(program)) is not None:
         return binary
     message = f"no {program} here: apt-get install {program}"
@@ -231,9 +236,9 @@ def _await_ping(socket: str) -> None:
 
 
 async def written(url: str) -> None:
-    """Wait until the server's file has everything, so that its end loses nothing.
+    """Wait until the append-only file is complete, so that killing the server loses nothing.
 
-    With everysec, a write waits while the disk is busy with earlier ones.
+    With appendfsync everysec, a write waits while the disk is busy with earlier ones.
     """
     with Redis.from_url(url) as client:
         while client.info("persistence")["aof_buffer_length"]:
@@ -242,7 +247,7 @@ async def written(url: str) -> None:
 
 @asynccontextmanager
 async def connected(url: str, **settings: object) -> AsyncIterator[RedisLedger]:
-    """A ledger of its own on a server that others may use too."""
+    """Yield a ledger with a key prefix of its own on a server that may be shared."""
     prefix = f"test-{secrets.token_hex(4)}"
     ledger = await connect(LedgerConfig(**{"url": url, "key_prefix": prefix} | settings))  # type: ignore[arg-type]
     try:

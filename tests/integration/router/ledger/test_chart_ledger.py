@@ -1,4 +1,4 @@
-"""The chart's own ledger server: its start script and configuration with the server itself."""
+"""The chart's own ledger server: start script and configuration, run with a real server."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_chart_router_acl_matches_ledger_readme(release: Rendered) -> None:
     [least] = re.findall(r"user everlift on >PASSWORD ~everlift:\* (.*?)\n\n", readme, re.DOTALL)
     script = release.the("ConfigMap")["data"]["start.sh"]
     [line] = re.findall(r'echo "user everlift on (.*?)\n[^\n]*# Commands that', script, re.DOTALL)
-    # Beside it: whether appendfsync is what it should be, and the probe's question.
+    # The chart adds CONFIG GET, which checks appendfsync, and PING for the probe.
     assert commands(line) == commands(least) | {"+config|get", "+ping"}
 
 

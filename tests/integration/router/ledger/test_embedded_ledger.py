@@ -1,4 +1,4 @@
-"""The Valkey server that Everlift runs itself: its life, its data, and who may come in."""
+"""The embedded Valkey server: life cycle, data and access control."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def server() -> Iterator[EmbeddedLedger]:
 
 
 def kill(pid: int) -> None:
-    """Ends a server without warning; it is gone when its lock can be taken."""
+    """Send SIGKILL to a server, which has exited once its lock is free."""
     os.kill(pid, signal.SIGKILL)
 
 
@@ -78,7 +78,7 @@ async def find_two_requests(url: str) -> None:
     assert finished.choices[0].tokens == (1, 2**32 - 1)
     assert (running.entry.state, running.choices[0].tokens) == (State.RUNNING, (3,))
     assert await ledger.orphans(10) == ["running"]
-    # The dead router's term still stands, and so does the epoch.
+    # The dead router's term and the epoch are still valid.
     assert await ledger.append([Append("running", EPOCH, 1, (4,))]) == [Appended.OK]
     await ledger.close()
 
@@ -122,7 +122,7 @@ async def test_server_exits_with_parent_and_successor_takes_data(
         url = url_of(tmp_path / "ledger")
         await file_two_requests(url)
         parent.kill()
-    # It waits for the lock of the one that is ending.
+    # The new server waits for the lock of the exiting one.
     await find_two_requests(server.start(tmp_path))
 
     async def is_gone() -> bool:
@@ -347,9 +347,9 @@ def test_memory_server_rejects_existing_persistent_data(
 ) -> None:
     server.start(tmp_path)
     server.stop()
-    forgetful = EmbeddedLedger(LedgerConfig(durability_class="memory"))
+    in_memory = EmbeddedLedger(LedgerConfig(durability_class="memory"))
     with pytest.raises(LedgerSetupError, match="remove it"):
-        forgetful.start(tmp_path)
+        in_memory.start(tmp_path)
 
 
 def test_server_maxmemory_follows_configuration(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The audit of a ledger in Valkey: it sees everything, and what somebody has broken."""
+"""The audit of a ledger in Valkey: it lists all records and reports damaged ones."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture
 async def ledger(url: str) -> AsyncIterator[RedisLedger]:
-    """Ledger with three shards and a prefix that is a pattern. Request a has ended, b runs, c
-    waits.
-    """
+    """Ledger with three shards and a glob pattern as prefix; a has ended, b runs, c is queued."""
     async with connected(url, shards=3, key_prefix="audit[x]*") as ledger:
         await ledger.heartbeat("g", "g:1", LEASE_S)
         await ledger.lead("g", "g:1", TERM, LEASE_S)
@@ -49,7 +47,7 @@ async def ledger(url: str) -> AsyncIterator[RedisLedger]:
 
 
 async def command(ledger: RedisLedger, request_id: str, *arguments: str) -> object:
-    """``{}`` in the arguments is the root of the request's shard."""
+    """Run a command on a request's shard; ``{}`` in ``arguments`` is the root of the shard."""
     shards = ledger._shards
     root = shards.key("", shards.of(request_id))
     filled = tuple(argument.replace("{}", root) for argument in arguments)
@@ -103,7 +101,7 @@ async def test_audit_reports_orphaned_keys_of_deleted_record(
 async def test_audit_reports_keys_without_expiry(ledger: RedisLedger) -> None:
     shards = ledger._shards
     tokens, record = shards.key("t:a:1", shards.of("a")), shards.key("r:c", shards.of("c"))
-    # What is written anew has no end.
+    # Rewritten keys have no expiry.
     [kept] = await shards.run_commands("test", Command(tokens, ("GET", tokens)))
     await shards.run_commands("test", Command(tokens, ("SET", tokens, kept)))
     [fields] = await shards.run_commands("test", Command(record, ("HGETALL", record)))
@@ -156,7 +154,7 @@ async def test_audit_reports_request_not_listed_at_arrival(ledger: RedisLedger) 
 
 async def test_audit_reports_stale_tenant_listing(ledger: RedisLedger) -> None:
     await command(ledger, "t/gone", "ZADD", "{}arrivals:t", "5", "t/gone")
-    # The sweep would take this one out of both, and that one is no tenant's.
+    # The sweep removes t/expired from both listings; u/r does not belong to tenant t.
     await command(ledger, "t/expired", "ZADD", "{}arrivals:t", "5", "t/expired")
     await command(ledger, "t/expired", "ZADD", "{}arrivals", "5", "t/expired")
     await command(ledger, "u/r", "ZADD", "{}arrivals:t", "5", "u/r")

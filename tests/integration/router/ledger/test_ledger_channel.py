@@ -18,7 +18,7 @@ from redis.exceptions import ConnectionError, NoScriptError, RedisError, Timeout
 
 from router.ledger.redis.channel import Channel
 
-#: what a server does with what it reads
+#: handler of a connection to the server
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 PING = b"*1\r\n$4\r\nPING\r\n"
 
@@ -55,7 +55,7 @@ async def talking(
 
 
 async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """A command's last word, as a server would say ECHO's."""
+    """Reply to each command with its last argument, as a server replies to ECHO."""
     while line := await reader.readline():
         words = []
         for _ in range(int(line[1:])):
@@ -140,7 +140,7 @@ async def test_channel_reconnects_after_broken_connection(tmp_path: Path, said: 
         await reader.read(1 << 16)
         writer.write(said)
         if said.count(b"\r\n") == 3:
-            # Until the other end has had enough of it.
+            # Keep the connection open until the client closes it.
             await reader.read()
 
     async with talking(talk, tmp_path) as (channel, server):
@@ -221,13 +221,14 @@ async def test_channel_connect_failure_fails_all_callers(tmp_path: Path) -> None
         assert [type(answer) for answer in answers] == [ConnectionError] * 3
 
 
-def answer_late(server: socket.socket, after_s: float) -> None:
-    """Answer the first command of one connection, in another thread than the event loop."""
+def answer_late(server: socket.socket, after_s: float, answered: threading.Event) -> None:
+    """Answer the first command of one connection; runs in a thread beside the event loop's."""
     connection, _ = server.accept()
     with connection:
         connection.recv(1 << 16)
         time.sleep(after_s)
         connection.sendall(b"+PONG\r\n")
+        answered.set()
         connection.recv(1)
 
 
@@ -241,13 +242,15 @@ async def test_channel_reads_buffered_reply_after_loop_stall(tmp_path: Path) -> 
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
         server.listen()
-        thread = threading.Thread(target=answer_late, args=(server, 0.1))
+        answered = threading.Event()
+        thread = threading.Thread(target=answer_late, args=(server, 0.1, answered))
         thread.start()
         channel = Channel(make, 0.2)
         try:
             asked = asyncio.create_task(channel.send([("PING",)]))
             await asyncio.sleep(0.05)
             time.sleep(0.5)
+            answered.wait(30)
             assert await asked == [b"PONG"]
         finally:
             await channel.close()

@@ -1,4 +1,4 @@
-"""The ledger while its server, or the way there, fails."""
+"""The ledger while its server, or the connection to it, fails."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ def redis_url() -> Iterator[str]:
 
 
 class LossyWay:
-    """A unix socket in front of a server; when an answer gets lost on it, the connection breaks."""
+    """Unix socket proxy that drops the next reply and its connection, or all replies."""
 
     def __init__(self, socket: str) -> None:
         self._server_socket = socket
         self.lose_next = False
         self.lost = 0
-        #: connections that go through it
+        #: open connections
         self.open: set[asyncio.Task[None] | None] = set()
-        #: those of them that stay open, and whose answers all get lost
+        #: open connections that drop all replies
         self.dead: set[asyncio.Task[None] | None] = set()
 
     async def serve(self, client: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
@@ -91,11 +91,13 @@ class LossyWay:
 
 
 @asynccontextmanager
-async def lossy_way(url: str, directory: Path) -> AsyncIterator[tuple[LossyWay, RedisLedger]]:
+async def lossy_way(
+    url: str, directory: Path, **settings: object
+) -> AsyncIterator[tuple[LossyWay, RedisLedger]]:
     way = LossyWay(url.removeprefix("unix://"))
     socket = directory / "lossy"
     async with await asyncio.start_unix_server(way.serve, socket):
-        async with connected(f"unix://{socket}") as ledger:
+        async with connected(f"unix://{socket}", **settings) as ledger:
             yield way, ledger
         while way.open:
             await asyncio.sleep(0.001)
@@ -105,7 +107,7 @@ async def test_moves_with_lost_replies_take_effect_exactly_once(
     redis_url: str, tmp_path: Path
 ) -> None:
     async with lossy_way(redis_url, tmp_path) as (way, ledger):
-        # Loaded scripts answer in one piece, so that the piece that is lost is the move's.
+        # The first pass loads the scripts: from then on the lost reply is that of the call itself.
         for request_id in ("warm", "r"):
             losing = request_id == "r"
             await check_a_life(way, ledger, request_id, losing)
@@ -125,8 +127,8 @@ async def check_a_life(way: LossyWay, ledger: RedisLedger, request_id: str, losi
     assert (entry.state, entry.losses) == (State.QUEUED, 1)
     await ledger.dispatch(request_id, "worker", 6, TERM)
     way.lose_next = losing
-    taken = (await ledger.take_over(request_id, "heir", "gateway")).entry
-    assert (taken.state, taken.gateway) == (State.QUEUED, "heir")
+    taken = (await ledger.take_over(request_id, "successor", "gateway")).entry
+    assert (taken.state, taken.gateway) == (State.QUEUED, "successor")
     await ledger.dispatch(request_id, "worker", EPOCH, TERM)
     way.lose_next = losing
     assert await ledger.append([Append(request_id, EPOCH, 0, (1, 2))]) == [Appended.OK]
@@ -134,19 +136,20 @@ async def check_a_life(way: LossyWay, ledger: RedisLedger, request_id: str, losi
     last = Append(request_id, EPOCH, 2, (3,), finish_reason=FinishReason.STOP)
     assert await ledger.append([last]) == [Appended.FINISHED]
     way.lose_next = losing
-    told = await ledger.read(request_id)
-    assert told.choices[0].tokens == (1, 2, 3)
+    snapshot = await ledger.read(request_id)
+    assert snapshot.choices[0].tokens == (1, 2, 3)
     way.lose_next = losing
     assert await ledger.erase(request_id) is None
-    await unbury(ledger, told.entry)
+    await unbury(ledger, snapshot.entry)
     way.lose_next = losing
-    assert await ledger.reassert(told) == (Reasserted.OK, told.entry)
+    assert await ledger.reassert(snapshot) == (Reasserted.OK, snapshot.entry)
 
 
 async def test_hedged_lead_does_not_wait_for_a_dead_connection(
     redis_url: str, tmp_path: Path
 ) -> None:
-    async with lossy_way(redis_url, tmp_path) as (way, ledger):
+    # The connection itself times out after 30 s.
+    async with lossy_way(redis_url, tmp_path, timeout=60.0) as (way, ledger):
 
         def lead() -> Coroutine[Any, Any, bool]:
             return ledger.lead("router", "address", TERM, 60.0)
@@ -154,27 +157,26 @@ async def test_hedged_lead_does_not_wait_for_a_dead_connection(
         assert await lead()
         await ledger.open(make_request(), "gateway")
         way.dead = set(way.open)
-        # The connection itself is given up after 1.5 s.
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(20.0):
             assert await first_answer(lead, 0.05)
 
 
-@pytest.mark.parametrize("owner", ["first heir", "heir"])
+@pytest.mark.parametrize("owner", ["first successor", "successor"])
 async def test_retried_takeover_preserves_intermediate_dispatch(
     redis_url: str, tmp_path: Path, owner: str
 ) -> None:
-    """The one retry that meets another state than the try before it."""
+    """The dispatch comes between the first attempt, whose reply is lost, and its retry."""
     async with lossy_way(redis_url, tmp_path) as (way, ledger):
         await ledger.lead("router", "address", TERM, 60.0)
         await ledger.open(make_request(), "dead")
         await ledger.take_over("r", owner, "dead")
         way.lose_next = True
-        taking = asyncio.create_task(ledger.take_over("r", "heir", owner))
+        taking = asyncio.create_task(ledger.take_over("r", "successor", owner))
         while not way.lost:
             await asyncio.sleep(0)
-        # Its first try has been made, its second waits out the backoff or is on its way.
+        # The first attempt has been made; the second one waits for the backoff or is in flight.
         entry = await ledger.dispatch("r", "worker", EPOCH, TERM)
-        assert entry.gateway == "heir"
+        assert entry.gateway == "successor"
         assert (await taking).entry.state in (State.QUEUED, State.RUNNING)
         assert (await ledger.get("r")).epoch == EPOCH
 
@@ -211,7 +213,7 @@ async def test_ledger_reloads_flushed_scripts(redis_url: str) -> None:
 async def test_ledger_stopped_server_raises_unavailable_in_time(
     server: EmbeddedLedger, tmp_path: Path
 ) -> None:
-    async with connected(server.start(tmp_path), timeout=0.5) as ledger:
+    async with connected(server.start(tmp_path), timeout=3.0) as ledger:
         server.stop()
         start = time.monotonic()
         with pytest.raises(LedgerUnavailable, match="get: ") as error:
@@ -223,7 +225,7 @@ async def test_ledger_stopped_server_raises_unavailable_in_time(
 async def test_ledger_frozen_server_times_out_and_recovers(
     server: EmbeddedLedger, tmp_path: Path
 ) -> None:
-    async with connected(server.start(tmp_path), timeout=0.4) as ledger:
+    async with connected(server.start(tmp_path), timeout=4.0) as ledger:
         await ledger.lead("router", "address", TERM, 60.0)
         await ledger.open(make_request(), "gateway")
         await ledger.dispatch("r", "worker", EPOCH, TERM)
@@ -236,7 +238,7 @@ async def test_ledger_frozen_server_times_out_and_recovers(
         finally:
             os.kill(server.pid, signal.SIGCONT)
         assert {type(answer) for answer in answers} == {LedgerUnavailable}
-        # Whichever of them arrived after all: in order, they all fit.
+        # Some may have been applied nevertheless; repeated in order, all of them are accepted.
         for item in items:
             assert await ledger.append(item) == [Appended.OK]
         assert await tokens_of(ledger, "r") == (0, 1, 2, 3)
@@ -272,23 +274,23 @@ async def test_full_ledger_rejects_growth_and_allows_release(redis_url: str) -> 
             assert (entry.state, entry.losses) == (State.QUEUED, 1)
             entry = await ledger.release("failing", EPOCH, loss="why", max_losses=1)
             assert entry.state is State.FAILED
-            stored = await ledger.take_over("moving", "heir", "gateway")
-            assert (stored.entry.state, stored.entry.gateway) == (State.QUEUED, "heir")
+            stored = await ledger.take_over("moving", "successor", "gateway")
+            assert (stored.entry.state, stored.entry.gateway) == (State.QUEUED, "successor")
             for request_id in ("queued", "running", "moving"):
                 entry = await ledger.end_request(request_id, State.CANCELLED, "cancelled", "")
                 assert entry.state is State.CANCELLED
-            told = await ledger.read("queued")
+            snapshot = await ledger.read("queued")
             assert await ledger.erase("queued") is None
-            await unbury(ledger, told.entry)
+            await unbury(ledger, snapshot.entry)
             with pytest.raises(LedgerUnavailable, match="reassert: OutOfMemoryError"):
-                await ledger.reassert(told)
+                await ledger.reassert(snapshot)
             with pytest.raises(UnknownRequest):
                 await ledger.get("queued")
         assert (await ledger.open(make_request("new"), "gateway")).created
 
 
 async def test_full_ledger_accepts_heartbeats_and_leadership(redis_url: str) -> None:
-    """Else it would be as if nobody were there: no router would be ready, and none could read."""
+    """Otherwise no router would be ready, and no request could be read."""
     async with connected(redis_url) as ledger:
         assert await ledger.lead("router", "address", TERM, 60.0)
         await ledger.heartbeat("gateway", "address", 60.0)
@@ -369,9 +371,9 @@ async def test_ledger_rejects_different_shards_or_schema(redis_url: str) -> None
 
 
 async def test_flushed_ledger_keeps_cluster_id(redis_url: str) -> None:
-    """A worker of this cluster would refuse a router with another one."""
-    config = LedgerConfig(url=redis_url, key_prefix="forgetful", shards=2)
-    async with connected(redis_url, key_prefix="forgetful", shards=2) as ledger:
+    """A worker refuses a router with another cluster id."""
+    config = LedgerConfig(url=redis_url, key_prefix="flushed", shards=2)
+    async with connected(redis_url, key_prefix="flushed", shards=2) as ledger:
         with Redis.from_url(redis_url) as client:
             client.flushall()
         await ledger.heartbeat("gateway", "address", 60.0)
@@ -379,7 +381,7 @@ async def test_flushed_ledger_keeps_cluster_id(redis_url: str) -> None:
         assert await next_one.cluster_id() == await ledger.cluster_id()
         await next_one.close()
         with pytest.raises(LedgerSetupError, match="2 shards, not 1"):
-            await connect(LedgerConfig(url=redis_url, key_prefix="forgetful"))
+            await connect(LedgerConfig(url=redis_url, key_prefix="flushed"))
 
 
 async def test_ledger_prefixes_isolate_clusters_on_one_server(redis_url: str) -> None:

@@ -1,4 +1,4 @@
-"""Rights of the ledger's user at a server; no script contains what clients send."""
+"""ACL rights of the ledger's user; client input is never part of a script."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOGIN = f"{USER}:secret@"
 
 @contextmanager
 def debians() -> Iterator[str]:
-    """Debian's redis-server, with the user that the README tells."""
+    """Yield the URL of Debian's redis-server, with the user that the README specifies."""
     with server(*DURABLE, f"user {USER} on >secret {readme_rule()}") as one:
         yield f"redis://{LOGIN}{one.address}"
 
@@ -87,7 +87,7 @@ SUBSCRIBE,a
 """.split("\n")[1:-1]
 
 
-#: By its rights, and a few by any server.
+#: Errors of the ACL, and of commands that servers refuse to all users.
 REFUSED = re.compile("permission|not allowed|can.t run")
 
 
@@ -96,7 +96,7 @@ def test_ledger_user_is_limited_to_ledger_commands(url: str) -> None:
         for line in NOT_FOR_US:
             with pytest.raises(ResponseError, match=REFUSED):
                 redis.execute_command(*line.split(","))
-        # By way of a script neither.
+        # Scripts have the same rights.
         for line in NOT_FOR_US:
             words = ", ".join(f"'{word}'" for word in line.split(","))
             sha = redis.script_load(f"return redis.call({words})")
@@ -119,7 +119,7 @@ def test_ledger_scripts_load_no_code() -> None:
         )
 
 
-#: Lua, RESP and what ends a string, wherever a client may write.
+#: Lua and RESP injection, with all string terminators.
 HOSTILE = "']]\" .. redis.call('SET', 'owned', 1) .. \"\r\n*1\r\n$8\r\nFLUSHALL\r\n{x}\x01"
 LABEL = "redis.call"
 
@@ -134,7 +134,7 @@ async def test_client_input_is_never_run_as_script() -> None:
                 await everywhere(Fronts.of(parts))
             finally:
                 await parts.stop()
-        # The default user, who may ask everything, here.
+        # The default user has all rights on this server.
         with one.client() as redis:
             known = redis.script_exists(*(each.sha for each in SCRIPTS))
             assert 5 < redis.info("memory")["number_of_cached_scripts"] == sum(known)
@@ -143,7 +143,7 @@ async def test_client_input_is_never_run_as_script() -> None:
 
 
 async def everywhere(fronts: Fronts) -> None:
-    """Send hostile texts in all accepted and rejected places."""
+    """Send hostile text in accepted and rejected fields of each API."""
     texts = {"text": HOSTILE, "stop": [HOSTILE], "cache_salt": HOSTILE}
     names = {"session_id": HOSTILE, "fairness_id": HOSTILE, "application": HOSTILE}
     for more in (texts, names, texts | names):

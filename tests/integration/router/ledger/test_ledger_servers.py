@@ -1,4 +1,4 @@
-"""The ledger on servers of every arrangement, while they fail, move and change hands."""
+"""The ledger on single, Sentinel and cluster servers, with failures, failover and slot moves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis
 from redis.exceptions import ResponseError
+from redis.exceptions import TimeoutError as RedisTimeout
 
 from everlift.errors import LedgerUnavailable
 from everlift.messages import FinishReason
@@ -44,8 +46,8 @@ from tests.support.ledger.ledger_servers import (
 from tests.support.ledger.ledgers import connected, eventually, make_request, tokens_of
 from tests.support.router.proxy import Proxy, proxy
 
-# Twice in some twenty runs on a busy machine, after one of these tests: a connection that redis-py
-# had not closed was left to the garbage collector. Which test it was is not known yet.
+# In about one of ten runs on a busy machine, redis-py leaves an open connection to the garbage
+# collector after one of these tests. The test responsible is unknown.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Exception ignored in. <(socket|function _SelectorTransport)"
     ":pytest.PytestUnraisableExceptionWarning"
@@ -74,7 +76,7 @@ async def generation(ledger: RedisLedger) -> str:
 
 
 async def insist(ledger: RedisLedger, items: list[Append]) -> list[Appended]:
-    """Append until there is an answer, as an appender does."""
+    """Retry an append until it is answered, as the token writer does."""
     while True:
         try:
             return await ledger.append(items)
@@ -87,7 +89,7 @@ async def insist(ledger: RedisLedger, items: list[Append]) -> list[Appended]:
 
 @pytest.fixture
 def watched() -> Iterator[tuple[list[Server], list[Server]]]:
-    """Servers with a user of ours, and three sentinels of which the last one has it too."""
+    """Primary and replica with our user, and three sentinels, of which the last one has it too."""
     rule = f"user {USER} on >secret -@all +sentinel|masters"
     with pair(ACL_USER) as servers, sentinels(servers[0], rule) as three:
         yield servers, three
@@ -108,7 +110,7 @@ def primary_of(servers: list[Server]) -> Server:
 async def test_deposed_primary_receives_no_more_calls(
     watched: tuple[list[Server], list[Server]],
 ) -> None:
-    """The sentinels tell it ten seconds after everybody else."""
+    """Sentinel demotes the old primary ten seconds after clients learn of the new one."""
     servers, three = watched
     async with connected(sentinel_url(three[:2], LOGIN)) as ledger:
         await running(ledger)
@@ -139,8 +141,7 @@ async def generation_or(ledger: RedisLedger, before: str) -> str:
 
 
 async def append_on(ledger: RedisLedger, offset: int) -> int:
-    """Stores the token of this offset, and those before it that a failover took; answers how many
-    there are then."""
+    """Store the token of an offset, and earlier ones that a failover lost; return their number."""
     answer = await insist(ledger, [Append("r", EPOCH, offset, (offset,))])
     while answer == [Appended.GAP]:
         answer = await insist(ledger, [Append("r", EPOCH, 0, tuple(range(offset + 1)))])
@@ -152,7 +153,7 @@ async def test_ledger_fails_over_from_killed_primary_to_replica(
     watched: tuple[list[Server], list[Server]],
 ) -> None:
     servers, three = watched
-    async with connected(sentinel_url(three[2:], LOGIN), timeout=1.0) as ledger:
+    async with connected(sentinel_url(three[2:], LOGIN), timeout=3.0) as ledger:
         await running(ledger, "moved", 5)
         await ledger.release("moved", 5, loss=None, max_losses=3)
         await ledger.dispatch("moved", "other", 6, TERM)
@@ -170,6 +171,24 @@ async def test_ledger_fails_over_from_killed_primary_to_replica(
         assert ledger.server.startswith("Redis 7")
 
 
+async def test_heartbeat_waits_for_one_silent_sentinel(
+    watched: tuple[list[Server], list[Server]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, three = watched
+    asked: list[Redis] = []
+
+    async def no_answer(sentinel: Redis) -> None:
+        asked.append(sentinel)
+        raise RedisTimeout
+
+    async with connected(sentinel_url(three, LOGIN)) as ledger:
+        await generation(ledger)
+        monkeypatch.setattr(Redis, "sentinel_masters", no_answer)
+        for number in range(1, 4):
+            await ledger.heartbeat("gateway", "address", 60.0)
+            assert len(asked) == len(set(asked)) == number
+
+
 @pytest.mark.long
 async def test_new_primary_is_unfit_until_durable(
     watched: tuple[list[Server], list[Server]],
@@ -179,14 +198,14 @@ async def test_new_primary_is_unfit_until_durable(
         membership = await ledger.heartbeat("gateway", "address", 60.0)
         assert membership.unfit == ""
         first = primary_of(servers)
-        [heir] = [one for one in servers if one is not first]
-        heir.ask("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+        [replica] = [one for one in servers if one is not first]
+        replica.ask("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
         three[0].ask("SENTINEL", "FAILOVER", SERVICE)
         before = membership.generation
         while await generation_or(ledger, before) == before:
             await asyncio.sleep(0.05)
         assert "allkeys-lru" in (await ledger.heartbeat("gateway", "address", 60.0)).unfit
-        heir.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
+        replica.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
         assert (await ledger.heartbeat("gateway", "address", 60.0)).unfit == ""
 
 
@@ -200,9 +219,9 @@ def nodes() -> Iterator[list[Server]]:
 
 
 async def test_lost_cluster_node_affects_only_its_shards() -> None:
-    # Nothing may be lost by the way that they end.
+    # Killed nodes must not lose data.
     with cluster(3, "appendfsync always") as nodes:
-        async with connected(cluster_url(nodes), shards=8, timeout=1.0) as ledger:
+        async with connected(cluster_url(nodes), shards=8, timeout=4.0) as ledger:
             ids = [f"r{number}" for number in range(24)]
             for request_id in ids:
                 await ledger.open(make_request(request_id), "gateway")
@@ -236,8 +255,8 @@ def is_covered(node: Server) -> bool:
 
 
 async def test_migrating_slot_is_retried_and_followed(nodes: list[Server]) -> None:
-    """Half of the shard's keys on either node: no script may see one half."""
-    async with connected(cluster_url(nodes), key_prefix="slot", timeout=0.5) as ledger:
+    """Each node holds a part of the shard's keys; no script may run on one part alone."""
+    async with connected(cluster_url(nodes), key_prefix="slot", timeout=3.0) as ledger:
         await running(ledger)
         slot = nodes[0].ask("CLUSTER", "KEYSLOT", f"slot:{SCHEMA}:{{0}}:")
         source = holder_of(slot, nodes)
@@ -259,7 +278,7 @@ def holder_of(slot: int, nodes: list[Server]) -> Server:
 
 @contextmanager
 def moving(slot: int, source: Server, target: Server) -> Iterator[None]:
-    """The way that redis-cli moves one, with a stop when the first key has gone."""
+    """Move a slot as redis-cli does, and yield after its first key has moved."""
     there, here = (bytes.decode(node.ask("CLUSTER", "MYID")) for node in (target, source))
     target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", here)
     source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", there)
@@ -369,7 +388,7 @@ async def test_broken_tls_files_keep_last_valid_ones_in_use(
     copies = {name: str(tmp_path / name) for name in files}
     async with connected(tls_url(one), **copies) as ledger:
         (tmp_path / "tls_ca").write_text("half a cert")
-        # Connections are made anew.
+        # Force new connections.
         await ledger._shards._connections.rediscover()
         await running(ledger)
 
@@ -411,7 +430,7 @@ async def test_changed_password_fails_calls_immediately() -> None:
                 await ledger.get("r")
 
 
-# what a server promises
+# durability classes
 
 
 @pytest.mark.parametrize(
@@ -442,7 +461,7 @@ async def test_server_with_hidden_config_is_accepted() -> None:
 
 @pytest.mark.parametrize("kind", ["Redis", "Valkey"])
 async def test_replicated_class_waits_for_replica(kind: str) -> None:
-    """Redis 7.0 asks it with WAIT, Valkey with WAITAOF."""
+    """The ledger uses WAIT on Redis 7.0 and WAITAOF on Valkey."""
     binary = "" if kind == "Redis" else str(find_binary())
     rights = "+wait" if kind == "Redis" else "+wait +waitaof"
     user = f"user {USER} on >secret {readme_rule()} {rights}"
@@ -451,7 +470,7 @@ async def test_replicated_class_waits_for_replica(kind: str) -> None:
         async with connected(url, durability_class="replicated", timeout=1.5) as ledger:
             assert ledger.server.startswith(kind)
             await running(ledger)
-            # Its script is loaded then, which takes a try of its own.
+            # This loads the script of end_request, which would cost a later call an attempt.
             await running(ledger, "ended", 5)
             await ledger.end_request("ended", State.CANCELLED, "cancelled", "")
             replica.send(signal.SIGSTOP)
@@ -464,7 +483,7 @@ async def test_replicated_class_waits_for_replica(kind: str) -> None:
 
 
 async def check_nothing_settles(ledger: RedisLedger) -> None:
-    # The second time the move itself writes nothing.
+    # The second open writes nothing, because the request exists.
     for _ in range(2):
         with pytest.raises(LedgerUnavailable, match="open: not replicated within"):
             await ledger.open(make_request("lonely"), "gateway")
@@ -475,7 +494,7 @@ async def check_nothing_settles(ledger: RedisLedger) -> None:
         await ledger.end_request("lonely", State.CANCELLED, "cancelled", "")
 
 
-# lives and memory
+# generation and memory
 
 
 async def test_server_restart_changes_generation() -> None:
@@ -498,7 +517,7 @@ async def test_heartbeat_reports_memory_used() -> None:
             assert membership.memory_used == pytest.approx(0.5, rel=0.1)
 
 
-# a server in trouble
+# failing servers
 
 
 @asynccontextmanager
@@ -569,14 +588,14 @@ async def test_append_is_retried_while_server_is_read_only() -> None:
 
 async def test_append_to_read_only_server_times_out_with_cause() -> None:
     with server(*DURABLE) as one:
-        async with connected(f"redis://{one.address}", timeout=0.3) as ledger:
+        async with connected(f"redis://{one.address}", timeout=3.0) as ledger:
             await running(ledger)
             one.ask("REPLICAOF", "127.0.0.1", 1)
-            with pytest.raises(LedgerUnavailable, match=re.escape("ReadOnlyError within 0.3 s")):
+            with pytest.raises(LedgerUnavailable, match=re.escape("ReadOnlyError within 3 s")):
                 await ledger.append([Append("r", EPOCH, 0, (1,))])
 
 
-# the way there
+# network faults
 
 
 @asynccontextmanager
@@ -590,7 +609,7 @@ async def by_a_way(**settings: object) -> AsyncIterator[tuple[Proxy, RedisLedger
 
 async def test_ledger_pipelines_calls_to_slow_server() -> None:
     async with by_a_way() as (way, ledger):
-        # One after another they would take longer than a call may.
+        # Sequential calls would exceed the timeout of a call.
         way.delay_s = 0.25
         items = [[Append("r", EPOCH, 0, tuple(range(n)))] for n in range(1, 17)]
         assert await asyncio.gather(*map(ledger.append, items)) == [[Appended.OK]] * 16
@@ -608,17 +627,17 @@ async def test_truncated_replies_are_retried() -> None:
 
 
 async def test_unanswered_call_raises_unavailable_in_time() -> None:
-    async with by_a_way(timeout=0.4) as (way, ledger):
+    async with by_a_way(timeout=3.0) as (way, ledger):
         assert await ledger.append([Append("r", EPOCH, 0, (0,))]) == [Appended.OK]
-        with way.deaf(), pytest.raises(LedgerUnavailable, match=r"within 0\.4 s"):
+        with way.drop_answers(), pytest.raises(LedgerUnavailable, match="within 3 s"):
             await ledger.append([Append("r", EPOCH, 1, (1,))])
         assert await tokens_of(ledger) == (0, 1)
 
 
 async def test_injected_ledger_delay_is_bounded() -> None:
-    async with by_a_way(timeout=0.4) as (_, ledger):
+    async with by_a_way(timeout=3.0) as (_, ledger):
         ledger.disturb(60.0, float("inf"))
-        with pytest.raises(LedgerUnavailable, match=r"get: no answer within 0\.4 s"):
+        with pytest.raises(LedgerUnavailable, match="get: no answer within 3 s"):
             await ledger.get("r")
         ledger.disturb(0.1, float("inf"))
         assert (await ledger.get("r")).state is State.RUNNING

@@ -1,11 +1,9 @@
-"""Clusters whose ledger comes back without what it had acknowledged, over real gRPC."""
+"""Clusters whose ledger loses acknowledged writes in a restart, over real gRPC."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -15,21 +13,27 @@ from everlift.errors import DataLoss, UnknownRequest
 from everlift.messages import OnDisconnect
 from router.ledger.base import Membership
 from router.ledger.entry import State
-from router.ledger.memory.memory import MemoryLedger
-from tests.support.in_process import ROUTER, Cluster, KeptLedger, receive, right_tokens, until
+from tests.support.in_process import (
+    Cluster,
+    KeptLedger,
+    paced_cluster,
+    receive,
+    right_tokens,
+    until,
+)
 from tests.support.router.gateway_support import roll_back, saved
 
 COUNT = 150
 PROMPTS = [[n, n + 1, n + 2] for n in range(1, 13)]
 
 
-class ForgetfulLedger(KeptLedger):
-    """A KeptLedger whose server says when it began anew, if it ``tells``."""
+class LossyLedger(KeptLedger):
+    """KeptLedger whose server can restart, with a new generation if ``changes_generation``."""
 
     def __init__(self) -> None:
         super().__init__(time.monotonic)
         self.generation = 1
-        self.tells = True
+        self.changes_generation = True
 
     async def heartbeat(self, gateway: str, address: str, lease_s: float) -> Membership:
         membership = await super().heartbeat(gateway, address, lease_s)
@@ -37,42 +41,29 @@ class ForgetfulLedger(KeptLedger):
 
     def restart(self, known: dict[str, object]) -> None:
         roll_back(self, known)
-        self.generation += self.tells
+        self.generation += self.changes_generation
 
 
 @pytest.fixture
-def ledger() -> ForgetfulLedger:
-    return ForgetfulLedger()
-
-
-@asynccontextmanager
-async def cluster(ledger: MemoryLedger, routers: int = 1) -> AsyncIterator[Cluster]:
-    parts = Cluster(ledger, router_config=ROUTER)
-    try:
-        for _ in range(routers):
-            await parts.add_router()
-        for _ in range(2):
-            await parts.add_worker()
-        yield parts
-    finally:
-        await parts.stop()
+def ledger() -> LossyLedger:
+    return LossyLedger()
 
 
 async def tokens_of_all(parts: Cluster, at_least: int) -> None:
-    """Waits until so many tokens of each request went out."""
+    """Wait until ``at_least`` tokens of each request are readable."""
     gateways = [router._requests._registry for router in parts.routers]
     await until(lambda: sum(map(len, gateways)) == len(PROMPTS))
     live = [each for gateway in gateways for each in gateway]
     await until(lambda: all(each.choices[0].readable >= at_least for each in live))
 
 
-@pytest.mark.parametrize("tells", [True, False])
+@pytest.mark.parametrize("changes_generation", [True, False])
 @pytest.mark.parametrize("kept", ["nothing", "some"])
 async def test_streams_are_unaffected_by_ledger_rollback(
-    ledger: ForgetfulLedger, kept: str, tells: bool
+    ledger: LossyLedger, kept: str, changes_generation: bool
 ) -> None:
-    ledger.tells = tells
-    async with cluster(ledger, routers=2) as parts:
+    ledger.changes_generation = changes_generation
+    async with paced_cluster(routers=2, workers=2, ledger=ledger) as parts:
         known = saved(ledger)
         clients = [AsyncClient(router.address) for router in parts.routers]
         work = [
@@ -99,10 +90,10 @@ async def test_streams_are_unaffected_by_ledger_rollback(
 
 
 async def test_tokens_are_regenerated_after_rollback_and_router_loss(
-    ledger: ForgetfulLedger,
+    ledger: LossyLedger,
 ) -> None:
-    """Only the clients know which tokens they have received."""
-    async with cluster(ledger, routers=2) as parts:
+    """The clients alone know which tokens they have received."""
+    async with paced_cluster(routers=2, workers=2, ledger=ledger) as parts:
         first, second = parts.routers
         async with AsyncClient([first.address, second.address]) as client:
             work = [asyncio.create_task(receive(client, prompt, COUNT)) for prompt in PROMPTS]
@@ -118,9 +109,9 @@ async def test_tokens_are_regenerated_after_rollback_and_router_loss(
 
 
 async def test_regeneration_mismatch_raises_data_loss(
-    ledger: ForgetfulLedger,
+    ledger: LossyLedger,
 ) -> None:
-    async with cluster(ledger, routers=2) as parts:
+    async with paced_cluster(routers=2, workers=2, ledger=ledger) as parts:
         first, second = parts.routers
         async with AsyncClient([first.address, second.address]) as client:
             stream = client.generate(PROMPTS[0], max_tokens=COUNT, temperature=0)
@@ -129,7 +120,7 @@ async def test_regeneration_mismatch_raises_data_loss(
             known = saved(ledger)
             await parts.kill_router(first)
             [record] = known["_records"].values()  # type: ignore[attr-defined]
-            # What came after the third token is drawn from another prompt, as it were.
+            # A changed third token makes the regenerated tokens differ from the delivered ones.
             del record.choices[0].tokens[3:]
             record.choices[0].tokens[2] += 1
             record.update()
@@ -140,8 +131,8 @@ async def test_regeneration_mismatch_raises_data_loss(
                     assert chunk.token_ids[0] == right_tokens(PROMPTS[0], COUNT)[chunk.offset]
 
 
-async def test_forget_is_forwarded_to_owning_router(ledger: ForgetfulLedger) -> None:
-    async with cluster(ledger, routers=2) as parts:
+async def test_forget_is_forwarded_to_owning_router(ledger: LossyLedger) -> None:
+    async with paced_cluster(routers=2, workers=2, ledger=ledger) as parts:
         first, second = (AsyncClient(router.address) for router in parts.routers)
         done = await receive(first, PROMPTS[0], 5)
         runs = first.generate(PROMPTS[1], max_tokens=2000, on_disconnect=OnDisconnect.CONTINUE)
@@ -161,10 +152,10 @@ async def test_forget_is_forwarded_to_owning_router(ledger: ForgetfulLedger) -> 
 
 
 async def test_relaying_router_death_does_not_cancel_request(
-    ledger: ForgetfulLedger,
+    ledger: LossyLedger,
 ) -> None:
-    """Although its client asked that a disconnect should cancel it."""
-    async with cluster(ledger, routers=2) as parts:
+    """A lost relay starts the grace period, although the request is cancelled on disconnect."""
+    async with paced_cluster(routers=2, workers=2, ledger=ledger) as parts:
         first, second = parts.routers
         async with AsyncClient(first.address) as client, AsyncClient(second.address) as other:
             stream = client.generate([7], max_tokens=3000, on_disconnect=OnDisconnect.CANCEL)

@@ -35,7 +35,7 @@ RECORDS = st.lists(
 def test_logprobs_round_trip_through_the_codec(logprobs: tuple[TokenLogprobs, ...]) -> None:
     data = codec.pack_logprobs(logprobs)
     assert codec.unpack_logprobs(data, NUM_TOP) == logprobs
-    # Records of one size, so that bytes can be cut at any token.
+    # Records have one size, so that the bytes can be cut at any token.
     assert len(data) == len(logprobs) * (8 + 8 * NUM_TOP)
 
 
@@ -54,7 +54,7 @@ def fields_of(*items: Append) -> list[Any]:
 
 
 def test_append_of_tokens_alone_has_five_fields() -> None:
-    """Epochs are text: Lua's numbers have not their digits."""
+    """Epochs are text, because Lua's numbers have too few digits."""
     one = [b"r", b"18446744073709551615", 3, b"\x01\0\0\0\x02\0\0\0", b""]
     append = Append("r", 2**64 - 1, 3, (1, 2))
     assert fields_of(append) == one

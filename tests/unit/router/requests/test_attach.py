@@ -1,4 +1,4 @@
-"""Attaching with a digest of what one has: it goes on exactly there, or says that it cannot."""
+"""Attach with a digest of the client's tokens: the stream continues exactly there, or fails."""
 
 from __future__ import annotations
 

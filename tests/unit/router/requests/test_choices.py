@@ -217,7 +217,7 @@ async def test_reader_gets_pending_pieces_before_the_error(
 
 
 class SlowToStore(MemoryLedger):
-    """Stores only when it is let."""
+    """Ledger that stores appends only while ``let`` is set."""
 
     def __init__(self) -> None:
         super().__init__(time.monotonic)
@@ -273,7 +273,7 @@ async def test_choice_end_lost_by_the_ledger_is_stored_again(
 
 
 def forget_dispatch(ledger: MemoryLedger) -> None:
-    """Undo the dispatch, as a server does that returns without its last second."""
+    """Undo the dispatch, as a server does that restarts without its last second of data."""
     record = ledger._records["r"]
     record.entry = replace(record.entry, state=State.QUEUED, worker="", epoch=0)
 
@@ -314,7 +314,7 @@ async def test_choice_end_is_stored_after_the_ledger_lost_the_dispatch(
     assert by_choice(await gateway.read(live), 2) == ["abc", "xyz"]
 
 
-# long ones
+# long requests
 
 
 async def test_long_choices_start_in_batches_until_dropped(
@@ -377,7 +377,7 @@ async def test_replay_of_an_ended_request_yields_to_other_tasks(gateway: Gateway
             await asyncio.sleep(0)
 
     task = asyncio.create_task(others())
-    # Where it ended it needs no replay.
+    # The router at which it ended need not replay it.
     await Gateway(gateway.ledger, "other").requests.attach("r")
     task.cancel()
     assert turns >= 6
@@ -455,8 +455,8 @@ async def test_prompt_logprobs_are_computed_once_across_attempts(gateway: Gatewa
     assert (await gateway.ledger.read("r")).prompt_logprobs == all_of_them
     for again in (live, await gateway.requests.attach("r")):
         pieces = await gateway.read(again)
-        told = [(p.choice, p.offset) for p in pieces if p.prompt_logprobs]
-        assert told == [(0, 0)]
+        positions = [(p.choice, p.offset) for p in pieces if p.prompt_logprobs]
+        assert positions == [(0, 0)]
         [piece] = [p for p in pieces if p.prompt_logprobs]
         assert tuple(map(TokenLogprobs.from_proto, piece.prompt_logprobs)) == all_of_them
         assert not [p for p in await gateway.read(again, 1) if p.prompt_logprobs]
@@ -473,11 +473,11 @@ async def test_prompt_logprobs_precede_other_choices(gateway: Gateway, is_scored
     reader = ChoiceReader(live)
     others = [] if is_scored else [1, 2]
     assert choices_read(reader) == others
-    told = {"prompt_offset": 1, "prompt_logprobs": wire(scored(-1.0))} if is_scored else {}
-    gateway.make(epoch, 0, "z", **told)
+    fields = {"prompt_offset": 1, "prompt_logprobs": wire(scored(-1.0))} if is_scored else {}
+    gateway.make(epoch, 0, "z", **fields)
     await until(lambda: live.choices[0].readable)
     assert choices_read(reader) == ([0, 1, 2] if is_scored else [0])
-    # A client that has the first choice's beginning has them already.
+    # A client that has the beginning of the first choice already has them.
     assert choices_read(ChoiceReader(live, (1, 0, 0))) == [1, 2]
 
 
@@ -513,8 +513,8 @@ async def test_next_gateway_continues_all_choices(gateway: Gateway, ledger: Memo
     live = await gateway.submit(n=3, sampling=sampling)
     epoch = await gateway.dispatch()
     before, prompt = scored(-1.0, -2.0, num_top=1), scored(-7.0, num_top=1)
-    told = {"prompt_offset": 1, "prompt_logprobs": wire(prompt)}
-    gateway.make(epoch, 0, "ab", choice=0, logprobs=wire(before), **told)
+    fields = {"prompt_offset": 1, "prompt_logprobs": wire(prompt)}
+    gateway.make(epoch, 0, "ab", choice=0, logprobs=wire(before), **fields)
     gateway.make(epoch, 0, "d", EOS, choice=1, logprobs=wire(before[:1]))
     await until(lambda: live.choices[0].stored == 2 and live.choices[1].is_complete)
     await ledger.end_lease("gateway")
@@ -540,7 +540,7 @@ async def test_next_gateway_continues_all_choices(gateway: Gateway, ledger: Memo
     run.cancel()
 
 
-# what is asked for, and refused
+# fields of requests, and refusals
 
 
 async def test_worker_refusal_fails_the_request_with_its_cause(

@@ -31,7 +31,7 @@ def after(*attempts: tuple[str | None, bool]) -> int:
         ([("", False), ("a", True)], SAME),
         # No worker received the second attempt.
         ([("a", False), (None, True), ("a", True)], EXACT),
-        # An entry of which nothing is known.
+        # Nothing is known of the attempts.
         ([], SAME),
     ],
 )

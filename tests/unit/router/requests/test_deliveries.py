@@ -1,4 +1,4 @@
-"""The ledger is told how an end was heard and read, where that is much of a request's time."""
+"""Times to store and deliver an end, stored in the ledger if they are a large part of the total."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ OVER = Entry(
 class Recording(MemoryLedger):
     def __init__(self) -> None:
         super().__init__(lambda: LEDGER)
-        self.told: list[Explained] = []
+        self.recorded: list[Explained] = []
         self.num_calls = 0
 
     async def explain(self, explained: Sequence[Explained]) -> None:
-        self.told += explained
+        self.recorded += explained
         self.num_calls += 1
 
 
@@ -67,23 +67,23 @@ def settle(live: LiveRequest, storing_s: float, delivery_s: float) -> None:
     live.journal.delivered(last + storing_s + delivery_s)
 
 
-async def told(worker_s: float, storing_s: float, delivery_s: float) -> bytes:
-    """Return the explanation that the ledger has in the end."""
+async def delivered_explanation(worker_s: float, storing_s: float, delivery_s: float) -> bytes:
+    """Return the explanation that the ledger has after the delivery."""
     ledger, live = Recording(), finished(worker_s)
     with_its_end = live.packed_explanation(live.journal.last_event_at)
     settle(live, storing_s, delivery_s)
     deliveries = Deliveries(ledger)
     deliveries.note_delivered(live)
     await deliveries.flush()
-    return ledger.told[0].explanation if ledger.told else with_its_end
+    return ledger.recorded[0].explanation if ledger.recorded else with_its_end
 
 
 @given(st.floats(0.001, 10.0), st.floats(0.0, 0.5), st.floats(0.0, 0.5), st.floats(0, 1))
 def test_stored_times_are_exact_to_1_ms_or_1_percent(
     worker_s: float, storing_s: float, delivery_s: float, when: float
 ) -> None:
-    """``when`` in the time of its storing the ledger had the end."""
-    explanation = asyncio.run(told(worker_s, storing_s, delivery_s))
+    """The ledger had the end after the fraction ``when`` of ``storing_s``."""
+    explanation = asyncio.run(delivered_explanation(worker_s, storing_s, delivery_s))
     stored = Stored(OVER, make_request(), (StoredChoice(),), LEDGER, explanation=explanation)
     end = OVER.arrived + worker_s + when * storing_s
     answer = stored_explanation(
@@ -105,7 +105,7 @@ async def test_noted_deliveries_are_stored_once_in_one_call() -> None:
         for live in (slow, quick, going, slow):
             deliveries.note_delivered(live)
         await deliveries.flush()
-    assert [it.request_id for it in ledger.told] == ["r"]
+    assert [it.request_id for it in ledger.recorded] == ["r"]
     assert ledger.num_calls == 1
 
 

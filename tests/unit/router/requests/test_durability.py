@@ -1,4 +1,4 @@
-"""When a client may see a token: before the ledger has it, or not, and while the ledger is away."""
+"""Delivery of tokens before or after the ledger has them, and during a ledger outage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EOS = session_pb2.STOP_CAUSE_EOS
 
 
 class SlowLedger(MemoryLedger):
-    """Appends when it is let, or is away. Counts the calls."""
+    """Ledger that appends only while ``let`` is set, or is away; records the calls."""
 
     def __init__(self) -> None:
         super().__init__(lambda: 1000.0)
@@ -125,14 +125,14 @@ async def test_behind_gathers_tokens_into_one_append(
         behind.make(epoch, offset, "b")
         await asyncio.sleep(0)
     assert not ledger.calls
-    # An end is not kept waiting.
+    # An end is appended at once.
     behind.make(epoch, 8, "c", EOS)
     await until(lambda: live.is_over)
     assert [bytes(append.tokens) for call in ledger.calls for append in call] == [b"abbbbbbbc"]
 
 
 class WithoutReplica(SlowLedger):
-    """Stores appends at once, but those with an end only when it is let."""
+    """Ledger that stores appends at once, but those with an end only while ``let`` is set."""
 
     async def append(self, appends: Sequence[Append]) -> list[Appended]:
         if not any(append.finish_reason for append in appends):

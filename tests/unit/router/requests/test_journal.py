@@ -18,7 +18,7 @@ CAME = 1000.0
 
 
 def kinds(journal: Journal) -> dict[str, float]:
-    """Seconds by kind."""
+    """Return the seconds by kind of span."""
     seconds: dict[str, float] = {}
     for span in journal.spans:
         name = pb.SpanKind.Name(span.kind).removeprefix("SPAN_KIND_").lower()
@@ -150,9 +150,9 @@ def test_long_prefill_counts_as_prefill_from_first_report() -> None:
     assert kinds(journal.snapshot(CAME + 9))["prefill"] == 2.0
     journal.says(CAME + 10, 0, prefilled_tokens=4)
     journal.says(CAME + 12, 0, prefilled_tokens=6)
-    told = journal.snapshot(CAME + 13)
-    assert list(kinds(told).items())[2:] == [("worker_wait", 1.0), ("prefill", 6.0)]
-    assert [attempt.prefilled_tokens for attempt in told] == [6]
+    snapshot = journal.snapshot(CAME + 13)
+    assert list(kinds(snapshot).items())[2:] == [("worker_wait", 1.0), ("prefill", 6.0)]
+    assert [attempt.prefilled_tokens for attempt in snapshot] == [6]
     journal.end_attempt("worker w was lost", CAME + 14, is_lost=True)
     at_worker = list(kinds(journal).items())[2:]
     assert at_worker == [("worker_wait", 1.0), ("prefill", 5.0), ("migration", 2.0)]
@@ -234,9 +234,9 @@ def test_running_request_is_explained_up_to_now() -> None:
     assert kinds(journal.snapshot(CAME + 8))["queue"] == 2.0
     journal.dispatch(CAME + 9)
     journal.says(CAME + 10, 1, waited_s=0.5)
-    told = journal.snapshot(CAME + 12)
-    assert told.total_s == 12.0
-    assert kinds(told)["decode"] == 2.0
+    snapshot = journal.snapshot(CAME + 12)
+    assert snapshot.total_s == 12.0
+    assert kinds(snapshot)["decode"] == 2.0
     assert journal.total_s == 9.0 and "decode" not in kinds(journal)
 
 
@@ -258,13 +258,13 @@ def test_withdrawn_request_uses_the_leaders_queue_wait() -> None:
 
 
 def test_occupants_are_named_only_after_a_wait_for_capacity() -> None:
-    for no_worker_s, told in ((4.0, ()), (3.999, ()), (2.0, ("a",))):
+    for no_worker_s, expected in ((4.0, ()), (3.999, ()), (2.0, ("a",))):
         journal = accepted()
         queue_wait = session_pb2.QueueWait(seconds=4.0, no_worker_s=no_worker_s)
         message = session_pb2.Dispatched(worker_id="w", attempt=1, queue_wait=queue_wait)
         journal.dispatched(message, 10, (), journal.worker, CAME + 11, occupants=("a",))
         (attempt,) = journal
-        assert attempt.occupants == told
+        assert attempt.occupants == expected
 
 
 def test_newcomers_exclude_arrivals_after_departure() -> None:
@@ -314,7 +314,7 @@ def test_later_reader_does_not_extend_total_time() -> None:
 
 
 def decoding(now: float) -> session_pb2.TimeBreakdown:
-    """More than has passed."""
+    """Return a breakdown with more time than has passed."""
     return session_pb2.TimeBreakdown(
         decode_s=now, decode_interference_s=0.5 * now, steps=int(9 * now)
     )
@@ -358,10 +358,10 @@ def test_journal_spans_sum_to_total_for_any_events(
     for step, seconds in steps:
         now += seconds
         step(journal, now)
-        told = journal.snapshot(now + more)
-        total_s = sum(span.seconds for span in told.spans)
-        assert total_s == pytest.approx(told.total_s, abs=1e-6)
-        assert told.total_s == pytest.approx(now + more - CAME) or not told.is_open
-        assert all(span.seconds > 0 for span in told.spans)
+        snapshot = journal.snapshot(now + more)
+        total_s = sum(span.seconds for span in snapshot.spans)
+        assert total_s == pytest.approx(snapshot.total_s, abs=1e-6)
+        assert snapshot.total_s == pytest.approx(now + more - CAME) or not snapshot.is_open
+        assert all(span.seconds > 0 for span in snapshot.spans)
         totals.append(journal.total_s)
     assert all(before <= after for before, after in pairwise(totals))

@@ -1,4 +1,4 @@
-"""Requests that end in the queue ask the leader for their wait, without being delayed by that."""
+"""Requests that end in the queue ask the leader for the causes of their wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that are preempted where they are, and moved to where room is."""
+"""Preempted requests, and their moves to workers with capacity."""
 
 from __future__ import annotations
 
@@ -81,18 +81,18 @@ async def test_eviction_does_not_count_against_moves_left(gateway: Gateway) -> N
 
 
 @pytest.mark.parametrize(
-    "whom, told",
+    "whom, expected",
     [("acme/high", "preempted for high"), ("other/high", "preempted for a higher class")],
 )
 async def test_eviction_names_the_preemptor_only_within_its_tenant(
-    gateway: Gateway, whom: str, told: str
+    gateway: Gateway, whom: str, expected: str
 ) -> None:
     live = await gateway.submit(request_id="acme/r")
     epoch = await gateway.dispatch("acme/r")
     gateway.requests.evict(session_pb2.Eviction(epoch=epoch, request_id=whom))
     await until(lambda: len(gateway.line.enqueued) == 2)
     explanation = await gateway.requests.explain("acme/r")
-    assert [attempt.end for attempt in explanation.attempts] == [told]
+    assert [attempt.end for attempt in explanation.attempts] == [expected]
     assert explanation.spans[-1].kind == pb.SPAN_KIND_QUEUE
     assert not live.is_over
 
@@ -178,7 +178,7 @@ async def test_new_leader_learns_running_and_queued_requests(
     await gateway.dispatch("c")
     waiting = gateway.requests.waiting(Fifo())
     assert next(waiting).request_id == "b"
-    # It is made as it is read: what has left meanwhile is left out.
+    # The report is generated lazily: requests that left meanwhile are omitted.
     await gateway.dispatch("e")
     assert [it.request_id for it in waiting] == ["a", "d"]
     assert [it.request_id for it in gateway.requests.running()] == ["c", "e"]
@@ -216,7 +216,7 @@ async def test_tally_keeps_arithmetic_of_each_attempt(gateway: Gateway) -> None:
     gateway.workers.arithmetic = "other"
     second = await gateway.dispatch()
     gateway.make(second, 1, "b")
-    # A router that takes over must know it before the end.
+    # A router that takes over must know the arithmetic before the end.
     await until(lambda: live.choices[0].stored == 2)
     assert (await gateway.ledger.get("r")).tally.arithmetic not in (0, exact)
     gateway.make(second, 2, "c", EOS)
@@ -236,15 +236,15 @@ async def test_tally_is_summed_over_all_attempts(gateway: Gateway) -> None:
     gateway.make(second, 1, "b", EOS, recomputed_tokens=3)
     timing = (await gateway.read(live))[-1].timing
     assert timing.bypassed == 5
-    told = (timing.preemptions, timing.migrations, timing.recomputed_tokens)
-    assert told == (2, 1, 8)
+    counts = (timing.preemptions, timing.migrations, timing.recomputed_tokens)
+    assert counts == (2, 1, 8)
     assert (await gateway.ledger.get("r")).tally == replace(
         stored, migrations=1, recomputed_tokens=8
     )
     assert timing.continued == pb.CONTINUATION_EXACT
     again = await gateway.read(await gateway.requests.attach("r"))
     timing = again[-1].timing
-    assert (timing.preemptions, timing.migrations, timing.recomputed_tokens) == told
+    assert (timing.preemptions, timing.migrations, timing.recomputed_tokens) == counts
     counters = gateway.requests.counters
     assert (counters.preempted, counters.recomputed_tokens) == (2, 8)
 
@@ -270,7 +270,7 @@ async def test_declined_dispatch_keeps_tally_and_losses(gateway: Gateway) -> Non
 async def test_start_carries_num_computed_of_earlier_attempts(
     gateway: Gateway, output: str, num_computed: int, expected: int
 ) -> None:
-    """A prompt of two tokens; to draw the last of three, the two before it were computed."""
+    """The prompt has two tokens; the last of three output tokens was sampled after four."""
     await gateway.submit()
     epoch = await gateway.dispatch()
     assert gateway.workers.started[-1].num_computed == 0

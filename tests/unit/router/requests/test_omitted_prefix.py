@@ -28,7 +28,7 @@ async def submit(gateway: Gateway, **fields: object) -> LiveRequest:
 
 
 async def dispatch(gateway: Gateway, cached_tokens: int) -> list[session_pb2.Start]:
-    """Dispatch the request to a worker in whose cache the leader expects so many tokens."""
+    """Dispatch the request to a worker that is expected to have ``cached_tokens`` cached."""
     gateway.workers.started.clear()
     epoch = next(gateway.epochs)
     entry = await gateway.ledger.dispatch("r", "w", epoch, TERM)

@@ -51,10 +51,10 @@ async def test_prediction_is_made_once_and_reported_consistently(gateway: Gatewa
     for number in range(20):
         text = "Write an essay about tea, thorough and complete." if number % 2 else "Yes or no?"
         await gateway.submit(text=text, request_id=str(number), stop=["\x00"], max_tokens=3000)
-    told = gateway.line.enqueued
-    assert told[-1].predicted_rank > 0.5 > told[-2].predicted_rank > 0
-    assert told[-1].predicted_tokens > told[-2].predicted_tokens
-    for reserved, queued in zip(gateway.line.arriving, told, strict=True):
+    enqueued = gateway.line.enqueued
+    assert enqueued[-1].predicted_rank > 0.5 > enqueued[-2].predicted_rank > 0
+    assert enqueued[-1].predicted_tokens > enqueued[-2].predicted_tokens
+    for reserved, queued in zip(gateway.line.arriving, enqueued, strict=True):
         assert reserved.predicted_rank == queued.predicted_rank
         assert reserved.predicted_total == queued.predicted_total
         assert queued.predicted_total == queued.prompt_tokens + queued.predicted_tokens
@@ -80,10 +80,10 @@ async def test_distrusted_prediction_has_length_but_no_order(
     )
     for name in "ab":
         live = await gateway.submit(request_id=name, stop=["\x00"], max_tokens=3000)
-    told = gateway.line.enqueued[-1]
-    assert (told.predicted_total, told.predicted_rank, told.predicted_work_rank) == (0, 0.0, 0.0)
-    assert told.predicted_tokens == 128, "as long as outputs are by and large"
-    assert told.estimated_wait_s == (told.prompt_tokens + 128) / 10.0, "another one came before it"
+    entry = gateway.line.enqueued[-1]
+    assert (entry.predicted_total, entry.predicted_rank, entry.predicted_work_rank) == (0, 0.0, 0.0)
+    assert entry.predicted_tokens == 128, "as long as outputs are by and large"
+    assert entry.estimated_wait_s == (entry.prompt_tokens + 128) / 10.0, "another came before it"
     await gateway.dispatch("b")
     assert gateway.workers.started[-1].predicted_tokens == 128
     explanation = live.explanation(now())
@@ -129,12 +129,12 @@ async def test_token_times_reach_the_leader_if_predicted(
 async def test_session_reaches_the_leader(gateway: Gateway) -> None:
     await gateway.submit(request_id="acme/r", session_id="talk")
     await gateway.submit(request_id="acme/s")
-    for told in (gateway.line.arriving, gateway.line.enqueued):
-        assert [it.session for it in told] == [session_key("acme", "talk"), 0]
+    for entries in (gateway.line.arriving, gateway.line.enqueued):
+        assert [it.session for it in entries] == [session_key("acme", "talk"), 0]
 
 
 async def test_session_output_is_reported_when_a_request_ends(gateway: Gateway) -> None:
-    """All of it, once, and not when only an attempt has ended."""
+    """The whole output is reported once, and not at the end of an attempt."""
     session, outputs = session_key("", "talk"), gateway.line.session_outputs
     live = await gateway.submit(request_id="moved", session_id="talk", n=2)
     epoch = await gateway.dispatch("moved")

@@ -1,4 +1,4 @@
-"""A stream that follows its request: what is read again, what is skipped, and when it gives up."""
+"""Stream that follows its request to other routers: resumption, skipped repeats, time limits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def piece(
 
 
 class Scripted(Source):
-    """Pieces, and an error behind them, if there is one; else the end."""
+    """Source of pieces, followed by ``error`` or, if it is None, by the end."""
 
     resumable = (Moved, Unreachable, RouterStopping, LedgerUnavailable)
 
@@ -173,7 +173,7 @@ async def test_stream_fails_for_a_request_no_router_knows(
     expected: type[EverliftError],
     is_found_first: bool,
 ) -> None:
-    """Either the ledger does not know the request, or the router that should own it."""
+    """The request is unknown to the ledger, or to the router that should own it."""
     found = Scripted(error=error) if is_found_first else error
     with pytest.raises(expected) as raised:
         await read(stream(Scripted(*pieces, error=Moved()), Routers(found), **options))
@@ -232,7 +232,7 @@ async def test_search_ends_though_no_router_answers(monkeypatch: pytest.MonkeyPa
 
 
 async def test_search_ends_though_sources_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A source that has a first piece and no tokens is not progress."""
+    """A source with a first piece but no tokens is not progress."""
     asked = []
 
     async def moved(message: pb.AttachRequest) -> Source:
@@ -247,7 +247,7 @@ async def test_search_ends_though_sources_begin_again(monkeypatch: pytest.Monkey
 
 
 async def moved_away(gateway: Gateway, ledger: MemoryLedger) -> Gateway:
-    """Another gateway that has taken request r over."""
+    """Return another gateway that has taken request r over."""
     await ledger.end_lease("gateway")
     other = Gateway(ledger, "other", config=replace(CONFIG, grace=30.0))
     await other.requests._takeover.take_over("r")
@@ -257,7 +257,7 @@ async def moved_away(gateway: Gateway, ledger: MemoryLedger) -> Gateway:
 async def test_local_stream_continues_at_the_new_owner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Offsets and digests are those of the tokens that were taken, not of all that came."""
+    """Offsets and digests are those of the delivered tokens, not of all received ones."""
     async with started_gateway() as gateway:
         ledger = gateway.ledger
         inference = Inference(gateway.requests, gateway.models, None)  # type: ignore[arg-type]

@@ -49,12 +49,12 @@ from router.requests.timing import Journal
 from tests.support.router.gateway_support import CONFIG, TERM, Gateway, texts, until
 
 
-def _told(slug: str, retry_after_s: float | None = None) -> session_pb2.Refusal:
-    """The leader's word of the request that these tests have."""
+def _refusal(slug: str, retry_after_s: float | None = None) -> session_pb2.Refusal:
+    """Return the leader's refusal of request r."""
     return session_pb2.Refusal(request_id="r", slug=slug, retry_after_s=retry_after_s)
 
 
-FULL = _told(QueueFull.slug)
+FULL = _refusal(QueueFull.slug)
 #: A minute of work or more is queued.
 BUSY = session_pb2.QueueEstimate(
     model="fake", tokens_per_s=10.0, waits=[session_pb2.ClassWait(work_tokens=1000)]
@@ -144,7 +144,7 @@ async def test_worker_loss_neither_drops_nor_repeats_tokens(gateway: Gateway) ->
     assert texts(pieces) == "abcde"
     assert [(p.offset, p.epoch) for p in pieces[1:]] == [(0, first), (3, second)]
     assert (pieces[-1].timing.attempts, pieces[-1].timing.migrations) == (2, 1)
-    # What a tenant was served counts once, too.
+    # The tenant's served tokens are counted once, too.
     assert gateway.line.outputs == {("r", 0): 5}
 
 
@@ -217,7 +217,7 @@ async def test_max_losses_of_one_confirms_the_first_attempt(ledger: MemoryLedger
 
 
 async def test_failures_of_a_live_worker_count_by_its_reports(gateway: Gateway) -> None:
-    """A grammar is not compiled: the sequence was in no step, and the worker lives."""
+    """A failure outside a step, such as of a grammar's compilation, leaves the worker alive."""
     live = await gateway.submit()
     for _ in range(CONFIG.max_losses):
         epoch = await gateway.dispatch()
@@ -303,7 +303,7 @@ async def test_reconcile_withdraws_ended_and_moved_requests(
 
 
 async def test_dispatch_during_an_end_is_withdrawn_again(gateway: Gateway) -> None:
-    """The leader may have heard of its end before the ledger's answer to the dispatch."""
+    """The leader may receive the end before the ledger's answer to the dispatch."""
     await gateway.submit()
     entry = await gateway.ledger.dispatch("r", "w", 7, TERM)
     await gateway.requests.cancel("r")
@@ -404,7 +404,7 @@ async def test_attach_continues_at_any_offset_live_and_ended(gateway: Gateway) -
     live_texts = [texts(await task) for task in running]
     ended = [texts(await gateway.read(await gateway.requests.attach("r"), k)) for k in range(9)]
     assert live_texts == ended
-    # Half a character has no text: offset 4 stands between the two bytes of the accent.
+    # Half a character has no text: offset 4 is between the two bytes of the accent.
     expected = [whole[k:] for k in range(4)] + [whole[3:]] + [whole[k - 1 :] for k in range(5, 9)]
     assert ended == expected
 
@@ -438,7 +438,7 @@ async def test_attach_adopts_the_request_of_a_dead_gateway(
 async def test_adoption_awaiting_the_ledger_delays_no_other(
     ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shard of it may be away, and the others not."""
+    """A shard of the ledger may be away while the others answer."""
     gone = Gateway(ledger, "gone")
     for number in range(9):
         await gone.submit(request_id=f"r{number}")
@@ -512,7 +512,7 @@ async def test_tokens_lost_by_the_ledger_are_appended_again(
 
 @pytest.fixture
 def slow_open(ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """Requests are opened at once, and that is answered when it is set."""
+    """Return an event until which answers to ``open`` are delayed; requests are opened at once."""
     may_answer, open_ = asyncio.Event(), ledger.open
 
     async def open_and_answer_late(*args: Any) -> Opened:
@@ -576,12 +576,12 @@ async def test_stopping_router_takes_no_new_request(
 ) -> None:
     gateway = Gateway(ledger)
 
-    async def tell() -> None:
+    async def flush() -> None:
         slow_open.set()
         for _ in range(10):
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(gateway.requests.quotas, "flush", tell)
+    monkeypatch.setattr(gateway.requests.quotas, "flush", flush)
     coming = asyncio.create_task(gateway.submit())
     await until(lambda: "r" in ledger._records)
     await gateway.requests.stop(0.0)
@@ -633,7 +633,7 @@ async def test_full_queue_rejects_and_leaves_no_entry(
 async def test_accepted_request_is_not_rejected_when_resent(
     gateway: Gateway,
 ) -> None:
-    """Here, long after its end, or to another gateway, though the queue is full."""
+    """The request is resent to a gateway with a full queue, during its run and after its end."""
     other = Gateway(gateway.ledger, "other")
     busy = queue_of(CONFIG.max_queued, tokens_per_s=10.0, waits=BUSY.waits)
     other.requests.on_queue_estimates([busy])
@@ -654,10 +654,10 @@ async def test_accepted_request_is_not_rejected_when_resent(
 @pytest.mark.parametrize(
     "cause, error",
     [
-        (_told("shed"), Shed),
-        (_told("queue_timeout"), QueueTimeout),
-        (_told("deadline_unmeetable", 7.0), DeadlineUnmeetable),
-        (_told("deadline_unmeetable", 1.0), DeadlineUnmeetable),
+        (_refusal("shed"), Shed),
+        (_refusal("queue_timeout"), QueueTimeout),
+        (_refusal("deadline_unmeetable", 7.0), DeadlineUnmeetable),
+        (_refusal("deadline_unmeetable", 1.0), DeadlineUnmeetable),
     ],
 )
 async def test_refusal_reports_its_cause_and_retry_after(
@@ -679,7 +679,7 @@ BACKGROUND = {"attachment": b"R", "on_disconnect": pb.ON_DISCONNECT_CONTINUE}
 async def test_refused_background_request_ends_as_failed(gateway: Gateway) -> None:
     live = await gateway.submit(**BACKGROUND)
     await _leave(gateway, live)
-    gateway.requests.refused(_told("queue_timeout"))
+    gateway.requests.refused(_refusal("queue_timeout"))
     await until(lambda: live.is_over)
     stored, _ = await gateway.requests.get("r")
     assert (stored.entry.state, stored.entry.error_slug) == (State.FAILED, "queue_timeout")
@@ -787,7 +787,7 @@ async def test_stopping_router_waits_for_unstored_tokens(
 async def test_request_finished_elsewhere_is_reported_as_moved(
     gateway: Gateway, ledger: MemoryLedger
 ) -> None:
-    """The gateway stalls beyond its lease; another one continues its request, and finishes."""
+    """The gateway stalls beyond its lease; another one takes the request over and finishes it."""
     live = await gateway.submit()
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "ab")
@@ -807,7 +807,7 @@ async def test_request_finished_elsewhere_is_reported_as_moved(
 
 
 class SlowToEnd(MemoryLedger):
-    """Ends a request only when it is let."""
+    """Ledger that ends requests only while ``let`` is set."""
 
     def __init__(self) -> None:
         super().__init__(time.monotonic)
@@ -849,7 +849,7 @@ async def test_unanswered_submission_is_cancelled(
     request_id: str,
     goes_on: bool,
 ) -> None:
-    """Only a client that chose the id can submit the request again, so only it has a grace."""
+    """A client that did not choose the id cannot retry, so its request has no grace period."""
     starts_grace, open_ = [], ledger.open
     monkeypatch.setattr(gateway.requests._timeouts, "start_grace", starts_grace.append)
 
@@ -915,9 +915,9 @@ async def test_refusal_after_the_deadline_changes_nothing(gateway: Gateway) -> N
 async def test_delayed_refusal_spares_an_adopted_request(
     gateway: Gateway, ledger: MemoryLedger
 ) -> None:
-    """The gateway was frozen meanwhile."""
+    """The gateway was frozen during the takeover."""
     live = await gateway.submit()
-    taken = await ledger.take_over("r", "heir", "gateway")
+    taken = await ledger.take_over("r", "successor", "gateway")
     gateway.requests.refused(FULL)
     await until(lambda: live.is_over)
     assert isinstance(live.error, Moved)
@@ -927,7 +927,7 @@ async def test_delayed_refusal_spares_an_adopted_request(
 async def test_submit_reports_moved_if_another_gateway_discarded(
     gateway: Gateway, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other gateway's queue was full; here the same id is known for a moment."""
+    """The other gateway discards the request, as its queue is full, while this one opens it."""
     await Gateway(ledger, "other").submit()
     opening = ledger.open
 
@@ -959,15 +959,15 @@ async def test_generate_reports_moved_if_owner_forgot_the_request(
         await anext(opened.pieces)
 
 
-async def test_cancel_during_a_takeover_is_redirected_to_the_heir(
+async def test_cancel_during_a_takeover_is_redirected_to_the_successor(
     gateway: Gateway, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await Gateway(ledger, "gone").submit()
-    await ledger.heartbeat("heir", "there:1", 1000.0)
+    await ledger.heartbeat("successor", "there:1", 1000.0)
     end = ledger.end_request
 
     async def late_end(*args: Any) -> Entry:
-        await ledger.take_over("r", "heir", "gone")
+        await ledger.take_over("r", "successor", "gone")
         return await end(*args)
 
     monkeypatch.setattr(ledger, "end_request", late_end)
@@ -976,13 +976,13 @@ async def test_cancel_during_a_takeover_is_redirected_to_the_heir(
     assert elsewhere.value.address == "there:1"
 
 
-async def test_cancel_at_a_former_owner_is_redirected_to_the_heir(
+async def test_cancel_at_a_former_owner_is_redirected_to_the_successor(
     gateway: Gateway, ledger: MemoryLedger
 ) -> None:
-    """The gateway was frozen meanwhile."""
+    """The gateway was frozen during the takeover."""
     live = await gateway.submit()
-    await ledger.heartbeat("heir", "there:1", 1000.0)
-    await ledger.take_over("r", "heir", "gateway")
+    await ledger.heartbeat("successor", "there:1", 1000.0)
+    await ledger.take_over("r", "successor", "gateway")
     with pytest.raises(Elsewhere) as elsewhere:
         await gateway.requests.cancel("r")
     assert elsewhere.value.address == "there:1"
@@ -995,7 +995,7 @@ async def test_request_cancelled_before_its_first_step_leaves_nothing(
     live = await gateway.submit()
     gateway.requests.attempts.end(live, State.CANCELLED, Cancelled())
     await gateway.requests.stop(0.0)
-    # A coroutine that nobody awaits is a warning, and so an error, when it is collected.
+    # The collection of a coroutine that was never awaited is a warning, and so an error.
     gc.collect()
 
 
@@ -1080,10 +1080,10 @@ async def test_takeover_fails_a_request_of_another_model(ledger: MemoryLedger) -
     live = await gone.submit()
     record = ledger._records["r"]
     record.request = replace(live.request, model="another")
-    heir = Gateway(ledger, "heir")
-    ended = await heir.requests._takeover.take_over("r")
+    successor = Gateway(ledger, "successor")
+    ended = await successor.requests._takeover.take_over("r")
     assert isinstance(ended.error, UnknownModel)
-    assert (await heir.stored())[0] is State.FAILED
+    assert (await successor.stored())[0] is State.FAILED
 
 
 async def test_attach_rejects_tokens_of_another_model(
@@ -1093,7 +1093,7 @@ async def test_attach_rejects_tokens_of_another_model(
     gateway.make(await gateway.dispatch(), 0, "ab", session_pb2.STOP_CAUSE_EOS)
     await until(lambda: live.is_over)
     ledger._records["r"].request = replace(live.request, model="another")
-    # Here it is still at hand as this model made it.
+    # This gateway still has the request in memory, as its own model generated it.
     assert await gateway.requests.attach("r") is live
     with pytest.raises(UnknownModel):
         await Gateway(ledger, "other").requests.attach("r")
@@ -1103,7 +1103,7 @@ async def test_attach_rejects_tokens_of_another_model(
 async def test_started_request_fails_under_other_weights(
     ledger: MemoryLedger, has_begun: bool
 ) -> None:
-    """A router that began anew may hear of its workers only after it took the request over."""
+    """A restarted router may learn of its workers only after it took the request over."""
     for is_known_at_once in (True, False):
         gone = Gateway(ledger, "gone")
         gone.model.fingerprint = "old"
@@ -1113,27 +1113,27 @@ async def test_started_request_fails_under_other_weights(
             gone.make(await gone.dispatch(), 0, "ab")
             await until(lambda live=live: live.choices[0].stored == 2)
             run.cancel()
-        heir = Gateway(ledger, "heir")
-        heir.epochs = iter(range(7, 9))
+        successor = Gateway(ledger, "successor")
+        successor.epochs = iter(range(7, 9))
         if is_known_at_once:
-            heir.model.fingerprint = "new"
-        adopted = await heir.requests._takeover.take_over("r")
-        heir.model.fingerprint = "new"
+            successor.model.fingerprint = "new"
+        adopted = await successor.requests._takeover.take_over("r")
+        successor.model.fingerprint = "new"
         if not adopted.is_over:
-            await heir.dispatch()
+            await successor.dispatch()
         if has_begun:
             with pytest.raises(UnknownModel, match="was old and is new"):
-                await heir.read(adopted)
-            assert (await heir.stored())[0] is State.FAILED
-            assert not heir.workers.started
+                await successor.read(adopted)
+            assert (await successor.stored())[0] is State.FAILED
+            assert not successor.workers.started
         else:
             assert adopted.request.fingerprint == "new"
-            await heir.requests.cancel("r")
-        await heir.requests.forget("r")
+            await successor.requests.cancel("r")
+        await successor.requests.forget("r")
 
 
 async def test_takeover_continues_with_the_versions_of_the_output(ledger: MemoryLedger) -> None:
-    gone, heir = Gateway(ledger, "gone"), Gateway(ledger, "heir")
+    gone, successor = Gateway(ledger, "gone"), Gateway(ledger, "successor")
     gone.serve("old", "old")
     live = await gone.submit(model="sql")
     gone.serve("new", "new")
@@ -1143,15 +1143,15 @@ async def test_takeover_continues_with_the_versions_of_the_output(ledger: Memory
     await until(lambda: live.choices[0].stored == 2)
     assert live.append(live.choices[0], 2).request is None
     run.cancel()
-    heir.serve("new", "newer")
-    heir.epochs = iter([7])
-    adopted = await heir.requests._takeover.take_over("r")
-    await heir.dispatch()
+    successor.serve("new", "newer")
+    successor.epochs = iter([7])
+    adopted = await successor.requests._takeover.take_over("r")
+    await successor.dispatch()
     assert not adopted.is_over
-    [start] = heir.workers.started
+    [start] = successor.workers.started
     assert (start.adapter_digest, bytes(start.output_ids)) == ("new", b"ab")
     assert start.salt == live.request.salt
-    await heir.requests.stop(0.0)
+    await successor.requests.stop(0.0)
 
 
 async def test_forget_erases_a_request_in_any_phase(gateway: Gateway, ledger: MemoryLedger) -> None:
@@ -1171,7 +1171,7 @@ async def test_forget_erases_a_request_in_any_phase(gateway: Gateway, ledger: Me
         for ask in (gateway.requests.attach, gateway.requests.get, gateway.requests.cancel):
             with pytest.raises(UnknownRequest):
                 await ask("r")
-        # The answer was lost, and it is asked for again.
+        # The answer was lost, and the client retries.
         await gateway.requests.forget("r")
     with pytest.raises(UnknownRequest):
         await gateway.requests.forget("never")

@@ -1,4 +1,4 @@
-"""Requests that find a worker before they are in the ledger, at their gateway."""
+"""Requests for which a worker is reserved before they are in the ledger, at their gateway."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ async def test_reserved_request_starts_without_queueing(gateway: Gateway) -> Non
     assert gateway.line.enqueued == []
     assert gateway.line.residences == []
     assert live.entry == await gateway.ledger.get("r")
-    [told] = gateway.line.arriving
-    assert told == session_pb2.Waiting(
+    [entry] = gateway.line.arriving
+    assert entry == session_pb2.Waiting(
         request_id="r",
         model="fake",
         arrived=1000.0,

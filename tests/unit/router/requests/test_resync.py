@@ -1,4 +1,4 @@
-"""A ledger that came back with less is told again what it had: no stream is lost, none repeated."""
+"""Resync of a ledger that lost data: streams neither lose nor repeat tokens."""
 
 from __future__ import annotations
 
@@ -41,38 +41,38 @@ from tests.support.router.gateway_support import (
 EOS, LENGTH = session_pb2.STOP_CAUSE_EOS, session_pb2.STOP_CAUSE_LENGTH
 
 
-class ForgetfulLedger(MemoryLedger):
+class LossyLedger(MemoryLedger):
     """Ledger whose server returns to an earlier state, and which records the calls of reassert."""
 
     def __init__(self) -> None:
         super().__init__(time.monotonic)
-        self.told: list[str] = []
-        self.telling = self.most_at_once = 0
+        self.resent: list[str] = []
+        self.num_active = self.most_at_once = 0
         self.is_away = False
 
     async def reassert(self, stored: Stored) -> tuple[Reasserted, Entry]:
-        self.telling += 1
-        self.most_at_once = max(self.most_at_once, self.telling)
+        self.num_active += 1
+        self.most_at_once = max(self.most_at_once, self.num_active)
         await asyncio.sleep(0)
-        self.telling -= 1
+        self.num_active -= 1
         if self.is_away:
             raise LedgerUnavailable("away")
-        self.told.append(stored.entry.request_id)
+        self.resent.append(stored.entry.request_id)
         return await super().reassert(stored)
 
 
 @pytest.fixture
-async def ledger() -> ForgetfulLedger:
-    return await gateway_ledger(ForgetfulLedger())
+async def ledger() -> LossyLedger:
+    return await gateway_ledger(LossyLedger())
 
 
 @pytest.fixture
-async def nothing(ledger: ForgetfulLedger) -> dict[str, object]:
+async def nothing(ledger: LossyLedger) -> dict[str, object]:
     return saved(ledger)
 
 
 @pytest.fixture
-async def gateway(ledger: ForgetfulLedger) -> AsyncIterator[Gateway]:
+async def gateway(ledger: LossyLedger) -> AsyncIterator[Gateway]:
     async with started_gateway(ledger) as gateway:
         await gateway.requests.generation_changed("first")
         yield gateway
@@ -84,7 +84,7 @@ class History:
     A leader whose dispatch is refused notifies the gateway.
     """
 
-    def __init__(self, gateway: Gateway, ledger: ForgetfulLedger) -> None:
+    def __init__(self, gateway: Gateway, ledger: LossyLedger) -> None:
         self.gateway = gateway
         self.ledger = ledger
         self.live: LiveRequest
@@ -147,9 +147,9 @@ NUM_STEPS = 8
 @pytest.mark.parametrize("is_noticed", [True, False])
 @pytest.mark.parametrize("kept", range(NUM_STEPS))
 async def test_stream_is_complete_after_any_ledger_rollback(
-    ledger: ForgetfulLedger, gateway: Gateway, kept: int, is_noticed: bool
+    ledger: LossyLedger, gateway: Gateway, kept: int, is_noticed: bool
 ) -> None:
-    """Rolled back to after its first ``kept`` steps, from after any later one."""
+    """The ledger is rolled back to the state after ``kept`` steps, from every later state."""
     for done in range(kept + 1, NUM_STEPS + is_noticed):
         history = History(gateway, ledger)
         await history.run(slice(done))
@@ -171,50 +171,50 @@ async def test_stream_is_complete_after_any_ledger_rollback(
 
 
 async def test_resync_sends_nothing_to_an_intact_ledger(
-    ledger: ForgetfulLedger, gateway: Gateway
+    ledger: LossyLedger, gateway: Gateway
 ) -> None:
     history = History(gateway, ledger)
     await history.run(slice(3))
     await gateway.submit(request_id="waits")
     await gateway.requests.generation_changed("second")
     assert gateway.line.generations == ["first", "second"]
-    assert not ledger.told
+    assert not ledger.resent
     assert len(gateway.line.enqueued) == 2
     assert gateway.requests.ledger_status().rollbacks == 0
 
 
 async def test_resync_informs_the_leader_after_the_ledger(
-    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
+    ledger: LossyLedger, gateway: Gateway, nothing: dict[str, object]
 ) -> None:
     for number in range(20):
         await gateway.submit(request_id=f"r{number}")
     roll_back(ledger, nothing)
     ledger.is_away = True
-    telling = asyncio.create_task(gateway.requests.generation_changed("second"))
-    await until(lambda: ledger.telling == 0 and ledger.most_at_once > 1)
+    resync = asyncio.create_task(gateway.requests.generation_changed("second"))
+    await until(lambda: ledger.num_active == 0 and ledger.most_at_once > 1)
     assert gateway.line.generations == ["first"]
     ledger.is_away = False
-    await telling
+    await resync
     assert gateway.line.generations == ["first", "second"]
-    assert sorted(ledger.told) == sorted(f"r{number}" for number in range(20))
+    assert sorted(ledger.resent) == sorted(f"r{number}" for number in range(20))
     assert ledger.most_at_once < 20
     arrivals = [waiting.arrived for waiting in gateway.line.enqueued]
     assert [(await ledger.get(f"r{n}")).arrived for n in range(20)] == arrivals
 
 
 async def test_resync_sends_running_requests_before_queued(
-    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
+    ledger: LossyLedger, gateway: Gateway, nothing: dict[str, object]
 ) -> None:
     await gateway.submit(request_id="waits")
     await gateway.submit(request_id="runs")
     await gateway.dispatch("runs")
     roll_back(ledger, nothing)
     await gateway.requests.generation_changed("second")
-    assert ledger.told == ["runs", "waits"]
+    assert ledger.resent == ["runs", "waits"]
 
 
 async def test_rollback_is_counted_once_per_generation(
-    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
+    ledger: LossyLedger, gateway: Gateway, nothing: dict[str, object]
 ) -> None:
     membership = Membership(0.0, "", "", 0, 0, generation="first")
     gateway.requests.ledger_answered(membership)
@@ -228,8 +228,8 @@ async def test_rollback_is_counted_once_per_generation(
     assert gateway.requests.ledger_status().rollbacks == 2
 
 
-async def test_rollback_before_the_next_beat_is_counted_once(
-    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
+async def test_rollback_before_the_next_heartbeat_is_counted_once(
+    ledger: LossyLedger, gateway: Gateway, nothing: dict[str, object]
 ) -> None:
     first = Membership(0.0, "", "", 0, 0, generation="first")
     gateway.requests.ledger_answered(first)
@@ -243,9 +243,9 @@ async def test_rollback_before_the_next_beat_is_counted_once(
 
 
 async def test_rollback_before_a_restart_is_counted_separately(
-    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
+    ledger: LossyLedger, gateway: Gateway, nothing: dict[str, object]
 ) -> None:
-    """The first one without another generation: FLUSHALL."""
+    """The first rollback does not change the generation, like FLUSHALL."""
     first = Membership(0.0, "", "", 0, 0, generation="first")
     gateway.requests.ledger_answered(first)
     for number in range(2):
@@ -261,7 +261,7 @@ async def test_rollback_before_a_restart_is_counted_separately(
 
 @pytest.mark.parametrize("ending", ["cancelled", "refused"])
 async def test_resync_restores_recent_ends(
-    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object], ending: str
+    ledger: LossyLedger, gateway: Gateway, nothing: dict[str, object], ending: str
 ) -> None:
     await gateway.submit()
     epoch = await gateway.dispatch()
@@ -279,7 +279,7 @@ async def test_resync_restores_recent_ends(
 
 
 async def test_resync_omits_requests_that_ended_long_ago(
-    ledger: ForgetfulLedger, nothing: dict[str, object]
+    ledger: LossyLedger, nothing: dict[str, object]
 ) -> None:
     gateway = Gateway(ledger, config=replace(CONFIG, reassert=0.0))
     await gateway.requests.generation_changed("first")
@@ -293,11 +293,41 @@ async def test_resync_omits_requests_that_ended_long_ago(
         await ledger.get("r")
 
 
+@pytest.mark.parametrize("ending", ["finished", "rejected", "forgotten"])
+async def test_resync_restores_ends_after_a_long_outage(ledger: LossyLedger, ending: str) -> None:
+    """Ends are kept while no heartbeat is answered, however long that takes."""
+    async with started_gateway(ledger, replace(CONFIG, reassert=0.0)) as gateway:
+        await gateway.requests.generation_changed("first")
+        live = await gateway.submit()
+        epoch = await gateway.dispatch() if ending == "finished" else 0
+        before = saved(ledger)
+        for _ in range(2):
+            gateway.requests.ledger_failed()
+        if ending == "finished":
+            gateway.make(epoch, 0, "abc", EOS)
+        elif ending == "rejected":
+            gateway.requests.refused(session_pb2.Refusal(request_id="r", slug=QueueFull.slug))
+        else:
+            await gateway.requests.forget("r")
+        await until(lambda: live.is_over and not len(gateway.requests))
+        await asyncio.sleep(0.01)
+        roll_back(ledger, before)
+        gateway.requests.ledger_answered(Membership(0.0, "", "", 0, 0, generation="second"))
+        await gateway.requests.generation_changed("second")
+        if ending == "finished":
+            entry = await ledger.get("r")
+            assert (entry.state, entry.num_tokens) == (State.FINISHED, (3,))
+        else:
+            assert not ledger._records
+        await asyncio.sleep(0.01)
+        assert not (gateway.requests._recent.ended or gateway.requests._recent.erased)
+
+
 @pytest.mark.parametrize("phase", ["running", "finishing", "over"])
 async def test_resync_keeps_a_contradicting_end_of_the_ledger(
-    ledger: ForgetfulLedger, gateway: Gateway, monkeypatch: pytest.MonkeyPatch, phase: str
+    ledger: LossyLedger, gateway: Gateway, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
-    """Another router found the request without a living gateway in the ledger, and ended it."""
+    """The ledger had no living gateway of the request, so another router ended it."""
     history = History(gateway, ledger)
     await history.run(slice(NUM_STEPS if phase == "over" else NUM_STEPS - 1))
     roll_back(ledger, history.saved[3])
@@ -311,7 +341,7 @@ async def test_resync_keeps_a_contradicting_end_of_the_ledger(
             with pytest.raises(Cancelled, match="gone"):
                 await gateway.read(history.live)
     assert (await ledger.get("r")).state is State.CANCELLED
-    assert ledger.told == ["r"]
+    assert ledger.resent == ["r"]
 
 
 async def never(appends: object) -> list[Appended]:
@@ -319,7 +349,7 @@ async def never(appends: object) -> list[Appended]:
 
 
 async def test_ended_request_cannot_be_cancelled_after_a_rollback(
-    ledger: ForgetfulLedger, gateway: Gateway
+    ledger: LossyLedger, gateway: Gateway
 ) -> None:
     history = History(gateway, ledger)
     await history.run(slice(NUM_STEPS))
@@ -333,7 +363,7 @@ async def test_ended_request_cannot_be_cancelled_after_a_rollback(
 
 
 async def test_ended_request_is_not_rerun_after_a_rollback(
-    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
+    ledger: LossyLedger, gateway: Gateway, nothing: dict[str, object]
 ) -> None:
     history = History(gateway, ledger)
     await history.run(slice(NUM_STEPS))
@@ -343,7 +373,7 @@ async def test_ended_request_is_not_rerun_after_a_rollback(
         await gateway.submit(n=3)
 
 
-async def test_reused_id_is_not_erased_again(ledger: ForgetfulLedger, gateway: Gateway) -> None:
+async def test_reused_id_is_not_erased_again(ledger: LossyLedger, gateway: Gateway) -> None:
     history = History(gateway, ledger)
     await history.run(slice(NUM_STEPS))
     await gateway.requests.forget("r")
@@ -352,15 +382,15 @@ async def test_reused_id_is_not_erased_again(ledger: ForgetfulLedger, gateway: G
     entry = await other.requests.cancel("r")
     await gateway.requests.generation_changed("second")
     assert await ledger.get("r") == entry
-    # Who asks to forget the id means what has it now.
+    # The client means the request that has the id now.
     await gateway.requests.forget("r")
     assert not ledger._records
 
 
 async def test_queued_request_keeps_unstored_tokens(
-    ledger: ForgetfulLedger, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+    ledger: LossyLedger, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A queued request takes no tokens: to offer them would be refused for ever."""
+    """The ledger refuses appends to a queued request, so retries would never end."""
     history = History(gateway, ledger)
     await history.run(slice(2))
     await ledger.take_over("r", "gateway", "gateway")
@@ -385,9 +415,9 @@ async def test_queued_request_keeps_unstored_tokens(
 
 
 async def test_rejected_request_stays_rejected_after_a_rollback(
-    ledger: ForgetfulLedger, gateway: Gateway
+    ledger: LossyLedger, gateway: Gateway
 ) -> None:
-    """Else it would wait for days in the hands of a gateway that knows nothing of it."""
+    """Otherwise, it would stay queued for days at a gateway that does not know it."""
     live = await gateway.submit()
     before = saved(ledger)
     gateway.requests.refused(session_pb2.Refusal(request_id="r", slug=QueueFull.slug))
@@ -396,14 +426,14 @@ async def test_rejected_request_stays_rejected_after_a_rollback(
         roll_back(ledger, before)
         await gateway.requests.generation_changed(generation)
         assert not ledger._records
-    # A request that comes under its id is another one.
+    # A new request with its id is another request.
     again = await gateway.submit()
     await gateway.requests.generation_changed("fourth")
     assert (await ledger.get("r")).arrived == again.arrived
 
 
 async def test_rejected_request_resubmitted_elsewhere_is_kept(
-    ledger: ForgetfulLedger, gateway: Gateway
+    ledger: LossyLedger, gateway: Gateway
 ) -> None:
     live = await gateway.submit()
     gateway.requests.refused(session_pb2.Refusal(request_id="r", slug=QueueFull.slug))
@@ -414,7 +444,7 @@ async def test_rejected_request_resubmitted_elsewhere_is_kept(
 
 
 async def test_forgotten_request_stays_erased_after_a_rollback(
-    ledger: ForgetfulLedger, gateway: Gateway
+    ledger: LossyLedger, gateway: Gateway
 ) -> None:
     history = History(gateway, ledger)
     await history.run(slice(NUM_STEPS))
@@ -427,13 +457,24 @@ async def test_forgotten_request_stays_erased_after_a_rollback(
         roll_back(ledger, before)
     await gateway.requests.generation_changed("fourth")
     assert not ledger._records
-    # A request that comes under its id is another one.
+    # A new request with its id is another request.
     again = await gateway.submit()
     assert not again.is_over
 
 
+async def test_forgotten_request_of_a_dead_router_stays_erased(
+    ledger: LossyLedger, gateway: Gateway
+) -> None:
+    await Gateway(ledger, "dead").submit()
+    before = saved(ledger)
+    await gateway.requests.forget("r")
+    roll_back(ledger, before)
+    await gateway.requests.generation_changed("second")
+    assert not ledger._records
+
+
 async def test_resync_with_diverged_tokens_is_data_loss(
-    ledger: ForgetfulLedger, gateway: Gateway
+    ledger: LossyLedger, gateway: Gateway
 ) -> None:
     history = History(gateway, ledger)
     await history.run(slice(3))
@@ -449,7 +490,7 @@ async def test_resync_with_diverged_tokens_is_data_loss(
 
 
 async def test_resync_divergence_of_an_erased_request_is_data_loss(
-    ledger: ForgetfulLedger, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+    ledger: LossyLedger, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     history = History(gateway, ledger)
     await history.run(slice(3))
@@ -473,7 +514,7 @@ async def test_resync_divergence_of_an_erased_request_is_data_loss(
 
 
 async def test_resync_leaves_requests_of_another_gateway(
-    ledger: ForgetfulLedger, gateway: Gateway
+    ledger: LossyLedger, gateway: Gateway
 ) -> None:
     history = History(gateway, ledger)
     await history.run(slice(3))
@@ -485,9 +526,7 @@ async def test_resync_leaves_requests_of_another_gateway(
     assert gateway.workers.aborted == [(history.epoch, ())]
 
 
-async def test_resync_waits_for_a_dispatch_in_flight(
-    ledger: ForgetfulLedger, gateway: Gateway
-) -> None:
+async def test_resync_waits_for_a_dispatch_in_flight(ledger: LossyLedger, gateway: Gateway) -> None:
     live = await gateway.submit()
     entry = await ledger.dispatch("r", "w", 7, TERM)
     await gateway.requests.generation_changed("second")
@@ -500,7 +539,7 @@ async def test_resync_waits_for_a_dispatch_in_flight(
 
 
 async def test_dispatch_during_a_takeback_is_aborted(
-    ledger: ForgetfulLedger, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+    ledger: LossyLedger, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The dispatch arrives while the router takes the request back, because it was stale."""
     live = await gateway.submit()
@@ -529,11 +568,9 @@ async def test_dispatch_during_a_takeback_is_aborted(
 
 
 async def test_duplicate_dispatch_after_a_rollback_runs_once(
-    ledger: ForgetfulLedger, gateway: Gateway
+    ledger: LossyLedger, gateway: Gateway
 ) -> None:
-    """The ledger forgot the first dispatch, and a leader that was not notified yet dispatched
-    again.
-    """
+    """The ledger lost the first dispatch, and a leader that did not know it dispatched again."""
     history = History(gateway, ledger)
     await history.run(slice(3))
     roll_back(ledger, history.saved[1])
@@ -552,7 +589,7 @@ async def test_duplicate_dispatch_after_a_rollback_runs_once(
 
 
 async def test_cancellation_holds_after_a_rollback(
-    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
+    ledger: LossyLedger, gateway: Gateway, nothing: dict[str, object]
 ) -> None:
     history = History(gateway, ledger)
     await history.run(slice(3))
@@ -565,7 +602,7 @@ async def test_cancellation_holds_after_a_rollback(
 
 
 async def test_resync_restores_deadline_priority_and_logprobs(
-    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
+    ledger: LossyLedger, gateway: Gateway, nothing: dict[str, object]
 ) -> None:
     scores = [pb.TokenLogprobs(logprob=-1.0)]
     live = await gateway.submit(
@@ -586,16 +623,16 @@ async def test_resync_restores_deadline_priority_and_logprobs(
 
 
 async def test_resync_includes_tokens_generated_meanwhile(
-    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
+    ledger: LossyLedger, gateway: Gateway, nothing: dict[str, object]
 ) -> None:
     live = await gateway.submit(max_tokens=64)
     epoch = await gateway.dispatch()
     roll_back(ledger, nothing)
-    telling = asyncio.create_task(gateway.requests.generation_changed("second"))
+    resync = asyncio.create_task(gateway.requests.generation_changed("second"))
     for offset in count():
         gateway.make(epoch, offset, "x")
         await asyncio.sleep(0)
-        if telling.done():
+        if resync.done():
             break
     gateway.make(epoch, offset + 1, "y", EOS)
     assert texts(await gateway.read(live)) == "x" * (offset + 1) + "y"

@@ -106,6 +106,6 @@ def test_running_requests_name_no_other_tenant(
     neighbours = running.neighbours(request_id, "w")
     newcomers = running.newcomers(it)
     assert set(neighbours) <= {request_id} | at_w and set(newcomers) <= at_w
-    for told in (neighbours, newcomers, running.occupants(request_id, "v")):
-        assert len(told) <= 8
-        assert all(tenant_of(name) == tenant_of(request_id) for name in told)
+    for names in (neighbours, newcomers, running.occupants(request_id, "v")):
+        assert len(names) <= 8
+        assert all(tenant_of(name) == tenant_of(request_id) for name in names)

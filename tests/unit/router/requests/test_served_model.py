@@ -35,7 +35,7 @@ from router.requests.tokenizer import HuggingFaceTokenizer, ServedModel
 from tests.support.images import png, png_header
 from worker.model.huggingface.families import read_spec
 
-#: As Qwen2.5's model cards have it, of a smaller model.
+#: YaRN setting as in Qwen2.5's model cards, for a smaller model.
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -131,7 +131,7 @@ def test_limits_of_the_last_worker_are_expected_of_the_next(tmp_path: Path) -> N
     facts = {"vocab_size": 512, "max_position_embeddings": 1000}
     served = ServedModel.load(model(tmp_path / "m", facts))
     served.assume_limit(worker(max_model_len=100, model=served.name))
-    # The next one may have other weights: nothing is refused because of the last one's.
+    # The next worker may have other weights, so the last one's fingerprint is not expected.
     assert (served.max_model_len, served.fingerprint) == (100, "")
     served.update_limits([worker(max_model_len=300)])
     assert served.max_model_len == 300
@@ -159,7 +159,7 @@ def test_tokenizer_file_without_a_tokenizer_is_rejected(tmp_path: Path) -> None:
         ServedModel.load(model(tmp_path / "m", {"vocab_size": 512}, "{}"))
 
 
-#: Kinds of texts, as far as the number of bytes of a token and words without an end matter.
+#: Kinds of texts, which differ in bytes per token and in the length of words.
 TEXTS = {
     "prose": "The quick brown fox counts from 17 to 30, and then again. ",
     "one word": "abcdefghij",
@@ -217,7 +217,7 @@ def test_encode_prompt_refuses_a_long_text_early(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TEXTS)
 def test_encode_prompt_never_refuses_a_text_that_fits(kind: str) -> None:
-    """A text of as many tokens as the context is given back whole, whatever its tokens are."""
+    """A text with as many tokens as the context is encoded whole, whatever its kind."""
     context = 4096
     served, _ = counting(context)
     tokenizer = HuggingFaceTokenizer(DEMO_MODEL / "tokenizer.json")

@@ -1,4 +1,4 @@
-"""Turns that a router remembers of its sessions, and how many."""
+"""Turns of sessions that a router remembers, and their limits."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Reader:
             self.live.caught_up(choice, self.now)
 
     @property
-    def told_s(self) -> float:
+    def unread_s(self) -> float:
         return self.live.explanation(self.now).unread_s
 
 
@@ -60,7 +60,7 @@ def test_unread_time_counts_any_choice_with_a_reader(
     for index, count, is_read, seconds in moves:
         whole_s += seconds * any(it.delivered < it.readable for it in choices)
         reader.now += seconds
-        assert reader.told_s == pytest.approx(whole_s)
+        assert reader.unread_s == pytest.approx(whole_s)
         (reader.read if is_read else reader.make)(choices[index], count)
 
 
@@ -104,20 +104,20 @@ async def test_unread_tokens_are_reported_while_the_client_reads() -> None:
             assert (await gateway.requests.explain("r")).unread_s == quick.unread_s
             gateway.make(epoch, 3, "d", session_pb2.STOP_CAUSE_EOS)
             await until(lambda: live.is_over)
-            # Nobody has it any more but who reads it.
+            # The stream is now the only holder of the request.
             gateway.requests._recent.discard("r")
             await asyncio.sleep(0.03)
-            told = await gateway.requests.explain("r")
-            assert told.state == pb.REQUEST_STATE_FINISHED and told.unread_tokens == 1
-            assert told.spans[-1].kind == pb.SPAN_KIND_CLIENT
-            assert told.spans[-1].seconds >= 0.03
-            assert sum(span.seconds for span in told.spans) == pytest.approx(told.total_s)
+            explained = await gateway.requests.explain("r")
+            assert explained.state == pb.REQUEST_STATE_FINISHED and explained.unread_tokens == 1
+            assert explained.spans[-1].kind == pb.SPAN_KIND_CLIENT
+            assert explained.spans[-1].seconds >= 0.03
+            assert sum(span.seconds for span in explained.spans) == pytest.approx(explained.total_s)
             async for _ in pieces:
                 pass
         await gateway.requests._deliveries.flush()
-        told = await gateway.requests.explain("r")
-        assert told == stored_explanation(*await gateway.requests.get("r"))
-        assert told.unread_s >= 0.06 and told.unread_tokens == 0
+        explained = await gateway.requests.explain("r")
+        assert explained == stored_explanation(*await gateway.requests.get("r"))
+        assert explained.unread_s >= 0.06 and explained.unread_tokens == 0
 
 
 async def test_unread_time_ends_for_a_departed_client() -> None:
@@ -134,11 +134,15 @@ async def test_unread_time_ends_for_a_departed_client() -> None:
 
 
 def test_takeover_counts_earlier_tokens_as_read() -> None:
-    told = pb.Explanation(total_s=9.0, unread_s=2.5)
-    told.spans.add(kind=pb.SPAN_KIND_DECODE, seconds=9.0)
+    explanation = pb.Explanation(total_s=9.0, unread_s=2.5)
+    explanation.spans.add(kind=pb.SPAN_KIND_DECODE, seconds=9.0)
     entry = Entry("r", State.QUEUED, "g", 1e9, (4,), attempts=1, finish_reasons=(None,))
     stored = Stored(
-        entry, make_request(), (StoredChoice(),), 1e9 + 9.0, explanation=told.SerializeToString()
+        entry,
+        make_request(),
+        (StoredChoice(),),
+        1e9 + 9.0,
+        explanation=explanation.SerializeToString(),
     )
     assert resumed_journal(stored, 100.0).unread_s == 2.5
     assert Journal(100.0).unread_s == 0.0

@@ -14,7 +14,7 @@ from router.requests.splicing import PromptMark, Turn, TurnOutput, boundary_patt
 from tests.support.worker.vocabularies import BYTE_LEVEL, byte_ids
 
 ASK, ANSWER = "<s>user\n", "<s>assistant\n"
-#: "count" in two tokens or more than its tokenisation has
+#: "count" in more tokens than its tokenisation has
 COUNT = [*BYTE_LEVEL.encode("co"), *BYTE_LEVEL.encode("unt")]
 BOS, EOS = BYTE_LEVEL.encode("<s></s>")
 
@@ -136,7 +136,7 @@ def test_splice_keeps_the_last_token_of_a_kept_text() -> None:
 
 
 def test_splice_survives_a_dropped_generation_prompt() -> None:
-    """Templates drop the reasoning of earlier turns, also what they put before an output."""
+    """Templates drop the reasoning of earlier turns, and its mark in the generation prompt."""
     first_text = f"{ASK}how?</s>{ANSWER}count</s>{ASK}why?{ANSWER}"
     spliced = [*encode(f"{ASK}how?</s>{ANSWER}"), *COUNT, *encode(f"</s>{ASK}why?{ANSWER}<think>")]
     _, mark = prompt(f"{first_text}<think>")
@@ -214,7 +214,7 @@ class Recorder:
 
 
 def encoded(text: str, *turns: Turn) -> list[str]:
-    """Texts that are tokenised for a prompt."""
+    """Return the texts that are tokenised for a prompt."""
     recorder = Recorder()
     splice(text, turns, BYTE_LEVEL, recorder, has_added=False)
     return recorder.texts
@@ -227,7 +227,7 @@ def test_splice_encodes_only_the_text_behind_known_turns() -> None:
     # The last message is encoded again, to find where a later turn can be cut.
     new = f"</s>{ASK}on{ANSWER}"
     assert encoded(f"{asked}{'count' * 100}{new}", first) == [new, ANSWER]
-    # Of another answer nothing is known, so its text is encoded with the generation prompt.
+    # Another answer is unknown, so its text is encoded with the generation prompt.
     edited = f"{ANSWER}no{new}"
     assert encoded(f"{asked}no{new}", first) == [edited, ANSWER]
     assert encoded(f"{ASK}why?{ANSWER}", first) == [f"{ASK}why?{ANSWER}", ANSWER]
