@@ -50,6 +50,15 @@ def _check_numbers(name: str, value: Any) -> None:
         raise InvalidRequest(f"{name} has NaN or Infinity, which JSON does not allow") from None
 
 
+def is_encodable(value: object) -> bool:
+    """Return whether a JSON value has neither NaN, infinite numbers nor unpaired surrogates."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        return False
+    return True
+
+
 def check_depth(name: str, value: Any) -> None:
     """Raise OutOfRange if ``value`` has more than MAX_DEPTH levels; ``name`` names it."""
     level = [value]

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from everlift.errors import InvalidRequest, OutOfRange, UnsupportedContent
 from everlift.images import Image
-from router.chat.checks import check_depth, check_function_name, check_json
+from router.chat.checks import check_depth, check_function_name, check_json, is_encodable
 from router.chat.conversation import Part, Role, ToolCall, Turn, with_function_names
 from router.chat.images import OPENAI_IMAGE_PARTS, image_of_part, num_image_characters
 
@@ -203,16 +203,7 @@ def call_arguments(at: str, raw: object) -> object:
     except ValueError:
         return text
     check_depth(at, value)
-    return value if isinstance(value, dict) and _is_encodable(value) else text
-
-
-def _is_encodable(value: object) -> bool:
-    """Return whether ``value`` has neither infinite numbers nor unpaired surrogates."""
-    try:
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except ValueError:
-        return False
-    return True
+    return value if isinstance(value, dict) and is_encodable(value) else text
 
 
 def _refuse_constant(name: str) -> None:

@@ -19,7 +19,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, Self
 
-from everlift.errors import InvalidRequest, OutOfRange, ToolsUnsupported
+from everlift.errors import GrammarTooLarge, InvalidRequest, OutOfRange, ToolsUnsupported
 from everlift.sampling import Grammar, GrammarKind
 from router.chat.checks import check_function_name, check_json
 from router.chat.deltas import call_id
@@ -142,7 +142,7 @@ class ToolUse:
 
         ``form`` is the model's format of calls, or None if it is unknown. Raises ToolsUnsupported
         if the format is unknown and tool_choice is auto, because the parser then needs it. Raises
-        OutOfRange for schemas that are too large.
+        GrammarTooLarge, with the field ``tools``, for schemas that are too large.
         """
         match self.choice:
             case Choice.NAMED:
@@ -156,7 +156,11 @@ class ToolUse:
                 )
             case _:
                 return None
-        return Grammar(GrammarKind.JSON_SCHEMA, (json.dumps(schema, ensure_ascii=False),))
+        try:
+            return Grammar(GrammarKind.JSON_SCHEMA, (json.dumps(schema, ensure_ascii=False),))
+        except GrammarTooLarge as error:
+            error.field = "tools"
+            raise
 
     def parser(self, form: ToolFormat | None, request_id: str, choice: int) -> Parser:
         """Return the parser of the output of choice number ``choice``.

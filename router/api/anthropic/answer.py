@@ -14,6 +14,7 @@ from router.api.anthropic.errors import described
 from router.api.http.streaming import Event
 from router.api.http.transcript import Collected, NewOutput, Usage
 from router.api.http.writer import encode
+from router.chat.checks import is_encodable
 from router.chat.deltas import Arguments, CallBegins, Content, Delta, Reasoning
 from router.chat.parsers.base import Parser, pieces_of
 
@@ -202,9 +203,13 @@ def _append(blocks: list[Block], kind: str, text: str) -> None:
 
 
 def _object(text: str) -> object:
-    """Return the JSON object in a call's arguments; an empty one if the model wrote no object."""
+    """Return the JSON object in a call's arguments.
+
+    The object is empty if the model wrote none, or one that a body in JSON and UTF-8 cannot have.
+    """
     try:
         value = json.loads(text)
+        is_valid = isinstance(value, dict) and is_encodable(value)
     except (ValueError, RecursionError):
         return {}
-    return value if isinstance(value, dict) else {}
+    return value if is_valid else {}

@@ -25,7 +25,7 @@ _CHOICES = {"auto": Choice.AUTO, "any": Choice.REQUIRED, "none": Choice.NONE}
 def conversation_of(fields: CountTokensFields) -> Conversation:
     """Return the conversation of a request.
 
-    If the last message is the assistant's, the answer continues it. The template variable
+    If the last message is the assistant's, the answer continues its text. The template variable
     ``enable_thinking`` states whether ``thinking`` was requested. Raises UnsupportedContent for
     content other than texts and images, OutOfRange for too many or too large messages or tools,
     NotUtf8 for an unpaired surrogate, and InvalidRequest for other faults.
@@ -42,6 +42,9 @@ def conversation_of(fields: CountTokensFields) -> Conversation:
         ),
     ]
     continues = turns[-1].role == "assistant"
+    if continues:
+        last = len(fields.messages) - 1
+        _check_continuable(f"messages[{last}].content", fields.messages[last].get("content"))
     is_thinking = fields.thinking is not None and fields.thinking.type != "disabled"
     return Conversation(
         tuple(turns),
@@ -50,6 +53,25 @@ def conversation_of(fields: CountTokensFields) -> Conversation:
         continue_final_message=continues,
         template_variables={"enable_thinking": is_thinking},
     )
+
+
+def _check_continuable(at: str, content: object) -> None:
+    """Raise InvalidRequest, naming ``at``, if an assistant's message cannot be continued.
+
+    The prompt ends with the text of the message: calls, and reasoning without a text after it,
+    would be lost. As in Anthropic's API, the message may be empty.
+    """
+    kinds = [block["type"] for _, block in _blocks(at, content)]
+    if "tool_use" in kinds:
+        raise InvalidRequest(
+            f"{at}: the answer cannot continue a message with tool_use; add a message with its "
+            "tool_result"
+        )
+    if kinds and kinds[-1] != "text":
+        raise InvalidRequest(
+            f"{at} of the last message must end with text, which the answer continues, not with "
+            f"{kinds[-1]}"
+        )
 
 
 def _system(system: str | Sequence[object] | None) -> Iterator[Turn]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 
 from router.chat.parsers.base import (
@@ -23,6 +24,7 @@ _SUPERFLUOUS = "},"
 _MAX_KEY = ESCAPE_LENGTH * max(map(len, _KEYS)) + 2
 #: Characters that may continue a number, true, false or null, and all other lower-case letters.
 _SCALAR = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzE")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +212,11 @@ def _object(value: str) -> str:
     """Return the text of the JSON object in ``value``, which is JSON text.
 
     ``value`` is the object itself, a JSON string that contains it, or null, for which "{}" is
-    returned. Raises NoCall for anything else.
+    returned. Raises NoCall for anything else, and for a string with an unpaired surrogate.
     """
     text = _text(value).strip() if value.startswith('"') else value
     if text == "null":
         return "{}"
-    if not isinstance(_loaded(text), dict):
+    if not isinstance(_loaded(text), dict) or _SURROGATE.search(text):
         raise NoCall
     return text

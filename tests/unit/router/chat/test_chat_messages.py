@@ -1,4 +1,4 @@
-"""A chat's messages and variables, from what a client sent to what a template is shown."""
+"""Messages and variables of a chat, in the client's form and in the template's."""
 
 import inspect
 import threading
@@ -83,7 +83,7 @@ def test_tool_arguments_become_objects_and_results_get_names() -> None:
         ('{"a": "\\ud800"}', '{"a": "\\ud800"}'),
         ('{"a": 1e999}', '{"a": 1e999}'),
         ('{"a": [1]}', {"a": [1]}),
-        # what a model wrote that is no object, the next answer is made from as it is
+        # text that is not a JSON object is shown unchanged
         ('{"a": ', '{"a": '),
         ("[1]", "[1]"),
         ('{"a": NaN}', '{"a": NaN}'),
@@ -329,7 +329,7 @@ def test_template_variables_reserved_or_invalid_are_rejected(given: Any, words: 
 
 
 def test_template_variables_exclude_transformers_and_jinja_names() -> None:
-    """CVE-2025-62426 and CVE-2025-61620: such names chose what the server did, or the template."""
+    """Such names once selected server behaviour or the template: CVE-2025-62426, CVE-2025-61620."""
     functions = (
         PreTrainedTokenizerBase.apply_chat_template,
         chat_template_utils.render_jinja_template,

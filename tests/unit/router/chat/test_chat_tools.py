@@ -27,7 +27,7 @@ def tool(**function: Any) -> dict[str, Any]:
 
 
 def allows(use: ToolUse, text: str, form: Any = HERMES) -> bool:
-    """The grammar lets a model write ``text`` and end."""
+    """Return whether the grammar lets a model write ``text`` and end."""
     grammar = use.grammar(form)
     assert grammar is not None
     matcher = compile_grammar(grammar.kind.value, grammar.texts, BYTES)
@@ -213,8 +213,9 @@ def test_large_tool_schemas_are_rejected_if_grammar_is_needed() -> None:
     tools = [tool(name=f"f{i}", parameters={"title": "x" * 40_000}) for i in range(3)]
 
     assert ToolUse.of(tools, "auto", True).grammar(HERMES) is None
-    with pytest.raises(OutOfRange, match="grammar is longer"):
+    with pytest.raises(OutOfRange, match="grammar is longer") as caught:
         ToolUse.of(tools, "required", True).grammar(HERMES)
+    assert caught.value.field == "tools"
 
 
 def test_tools_of_an_unknown_format_need_a_grammar() -> None:
@@ -236,7 +237,7 @@ def test_tool_format_is_detected_from_the_template() -> None:
     assert find_tool_format("auto", chat_support.HERMES) is HERMES
     assert find_tool_format("auto", chat_support.LLAMA3) is LLAMA3
     assert find_tool_format("auto", chat_support.MISTRAL) is None
-    # another format within the same mark
+    # other formats with the same mark
     assert find_tool_format("auto", "<tool_call>\n<function=") is None
     assert find_tool_format("auto", "<tool_call>\n<arg_key>") is None
     assert find_tool_format("llama3", chat_support.HERMES) is LLAMA3

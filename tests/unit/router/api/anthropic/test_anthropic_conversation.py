@@ -19,9 +19,13 @@ from tests.support.images import png
 from tests.support.router.conversations import turns
 
 HELLO = {"role": "user", "content": "hello"}
+THINKING = {"type": "thinking", "thinking": "2 and 2", "signature": "x"}
+REDACTED = {"type": "redacted_thinking", "data": "y"}
 URL = {"type": "url", "url": "https://a.b/c.png"}
 SOURCE = {"type": "base64", "media_type": "image/png", "data": b64encode(png(1)).decode()}
 IMAGE = {"type": "image", "source": SOURCE}
+CALL = {"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}
+TEXT = {"type": "text", "text": "4"}
 TOOL = {"name": "f", "input_schema": {"type": "object", "properties": {}}}
 
 
@@ -36,9 +40,9 @@ def read(**fields: Any) -> Conversation:
 @given(turns())
 def test_turns_survive_the_way_through_messages(given: tuple[Turn, ...]) -> None:
     system, messages = messages_of(given)
-    again = read(messages=messages, **({"system": system} if system else {}))
+    again = read(messages=[*messages, HELLO], **({"system": system} if system else {}))
 
-    assert again.turns == given
+    assert again.turns == (*given, Turn("user", ("hello",)))
 
 
 def test_user_message_is_split_at_tool_results() -> None:
@@ -71,9 +75,9 @@ def test_images_of_tool_results_follow_the_results() -> None:
 
 def test_assistant_message_has_reasoning_text_and_calls() -> None:
     blocks = [
-        {"type": "thinking", "thinking": "2 and 2", "signature": "x"},
-        {"type": "redacted_thinking", "data": "y"},
-        {"type": "text", "text": "4"},
+        THINKING,
+        REDACTED,
+        TEXT,
         {"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}, "caller": {}},
     ]
     [_, turn, _] = read(messages=[HELLO, {"role": "assistant", "content": blocks}, HELLO]).turns
@@ -105,11 +109,28 @@ def test_tool_choice_is_translated(raw: Any, choice: Choice, is_parallel: bool) 
     assert (tools.choice, tools.is_parallel) == (choice, is_parallel)
 
 
-def test_last_assistant_message_is_continued() -> None:
-    conversation = read(messages=[HELLO, {"role": "assistant", "content": "I"}])
+@pytest.mark.parametrize("content", ["I", [], [THINKING, TEXT]])
+def test_last_assistant_message_is_continued(content: Any) -> None:
+    conversation = read(messages=[HELLO, {"role": "assistant", "content": content}])
 
     assert conversation.continue_final_message and not conversation.add_generation_prompt
     assert not read().continue_final_message
+
+
+@pytest.mark.parametrize(
+    ("blocks", "words"),
+    [
+        ([TEXT, CALL], "cannot continue a message with tool_use"),
+        ([CALL, TEXT], "cannot continue a message with tool_use"),
+        ([THINKING], "must end with text, which the answer continues, not with thinking"),
+        ([TEXT, REDACTED], "must end with text, which the answer continues, not with redacted"),
+    ],
+)
+def test_last_assistant_message_must_end_with_text(blocks: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        read(messages=[HELLO, {"role": "assistant", "content": blocks}])
+
+    assert str(caught.value).startswith("messages[1].content")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from router.chat.parsers.base import Parser
 from router.chat.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
 from router.config import RouterConfig
 from tests.support.example_counts import examples
-from tests.support.router.chat_support import joined, plain, told
+from tests.support.router.chat_support import joined, parsed, plain
 from tests.support.router.parser_examples import (
     FRAGMENTS,
     OTHER_TOOLS,
@@ -111,7 +111,7 @@ def test_settings_have_the_registered_formats() -> None:
 @each_example
 def test_example_is_parsed(case: Case, example: Example) -> None:
     parser = case.parser(example)
-    deltas = told(parser, [example.text])
+    deltas = parsed(parser, [example.text])
 
     assert plain(deltas) == list(example.expected)
     assert parser.has_calls == any(isinstance(item, tuple) for item in example.expected)
@@ -124,27 +124,27 @@ def test_example_is_parsed(case: Case, example: Example) -> None:
 @each_example
 def test_stream_equals_the_whole_at_every_cut(case: Case, example: Example) -> None:
     text = example.text
-    whole = told(case.parser(example), [text])
+    whole = parsed(case.parser(example), [text])
 
-    assert told(case.parser(example), text) == whole
+    assert parsed(case.parser(example), text) == whole
     for cut in range(0, len(text) + 1, STEP):
-        assert told(case.parser(example), [text[:cut], text[cut:]]) == whole
+        assert parsed(case.parser(example), [text[:cut], text[cut:]]) == whole
     if len(text) <= SHORT and STEP == 1:
         for first, second in combinations(range(len(text) + 1), 2):
             pieces = [text[:first], text[first:second], text[second:]]
-            assert told(case.parser(example), pieces) == whole
+            assert parsed(case.parser(example), pieces) == whole
 
 
 @each_example
 def test_truncated_output_never_retracts(case: Case, example: Example) -> None:
-    whole = characters(told(case.parser(example), [example.text]))
+    whole = characters(parsed(case.parser(example), [example.text]))
     for end in range(len(example.text)):
         parser = case.parser(example)
         before = characters(parser.feed(example.text[:end]))
         rest = parser.finish()
 
         assert whole[: len(before)] == before
-        # The end of a truncated output adds to its last call at most, and begins no call twice.
+        # The end of a truncated output adds at most to its last call, and begins no call twice.
         all_deltas = [*before, *characters(rest)]
         begun = [item[2].index for item in all_deltas if item[0] is CallBegins]
         assert begun == list(range(len(begun)))
@@ -157,8 +157,8 @@ def test_reasoning_ranges_contain_the_reasoning(case: Case, example: Example) ->
     for end in range(0, len(example.text) + 1, STEP):
         text = example.text[:end]
         whole, pieces = case.parser(example), case.parser(example)
-        deltas = told(whole, [text])
-        told(pieces, text)
+        deltas = parsed(whole, [text])
+        parsed(pieces, text)
 
         thought = "".join(delta.text for delta in deltas if isinstance(delta, Reasoning))
         found = "".join(text[part.start : part.stop] for part in whole.reasoning_ranges)
@@ -181,7 +181,7 @@ def test_content_ranges_contain_the_content(case: Case, example: Example) -> Non
 def test_calls_of_unknown_functions_are_content(form: Any) -> None:
     for example in TOOL_EXAMPLES[form.name]:
         parser = tool_parser(form.name, OTHER_TOOLS)
-        deltas = told(parser, [example.text])
+        deltas = parsed(parser, [example.text])
 
         assert not parser.has_calls
         for item in example.expected:
@@ -195,7 +195,7 @@ def test_calls_of_unknown_functions_are_content(form: Any) -> None:
 def test_output_ends_after_one_call_if_not_parallel(form: Any) -> None:
     for example in TOOL_EXAMPLES[form.name]:
         parser = tool_parser(form.name, is_parallel=False)
-        found = plain(told(parser, [example.text]))
+        found = plain(parsed(parser, [example.text]))
         calls = [at for at, item in enumerate(example.expected) if isinstance(item, tuple)]
 
         end = calls[0] + 1 if calls else len(example.expected)
@@ -217,10 +217,10 @@ def test_random_text_is_parsed_alike_in_any_pieces(case: Case, data: st.DataObje
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
-    whole = told(parser := case.parser(example), [text])
+    whole = parsed(parser := case.parser(example), [text])
 
     assert "".join(text[it.start : it.stop] for it in parser.content_ranges) == content(whole)
-    assert told(case.parser(example), pieces) == whole
+    assert parsed(case.parser(example), pieces) == whole
     before = characters(case.parser(example).feed("".join(pieces[:-1])))
     assert characters(whole)[: len(before)] == before
     if not parser.has_calls and not parser.reasoning_ranges and case.name[:7] != "gpt_oss":
@@ -229,7 +229,7 @@ def test_random_text_is_parsed_alike_in_any_pieces(case: Case, data: st.DataObje
 
 
 class Counted:
-    """Number of characters that a generator receives."""
+    """Generator that counts the characters it receives."""
 
     def __init__(self, reading: Any) -> None:
         self.reading = reading
@@ -252,6 +252,6 @@ def test_characters_are_read_a_bounded_number_of_times(case: Case, data: st.Data
     parser: Any = case.parser(Example(text, ()))
     parser._reading = counted = Counted(parser._reading)
 
-    told(parser, [text])
+    parsed(parser, [text])
 
     assert counted.num_read <= 40 * len(text)

@@ -30,22 +30,22 @@ def marked(call: str) -> str:
         (f"Let me see.\n\n{marked(CALL)}\n", ["Let me see.", SEARCH]),
         (f"{marked(CALL)}\n{marked(OTHER)}", [SEARCH, WEATHER]),
         (f"{marked(CALL)} and <b>then \n", [SEARCH, "and <b>then \n"]),
-        # marks and brackets inside a text are the text's
+        # marks and brackets inside a string belong to the string
         (
             marked('{"name": "search", "arguments": {"a": "}</tool_call>\\"{"}}'),
             [("search", '{"a": "}</tool_call>\\"{"}')],
         ),
-        # members in any order, and others that models write
+        # members in any order, and additional ones
         (marked('{"arguments": {"a": 1}, "name": "search"}'), [SEARCH]),
         (marked('{"id": [1, "]"], "name": "search", "arguments": {"a": 1}}'), [SEARCH]),
         (marked('{"type": "function", "name": "search", "parameters": {"a": 1}}'), [SEARCH]),
         (marked('{"name": "search", "arguments": {"a": 1}, "id": 3, "why": null}'), [SEARCH]),
-        # arguments as JSON's text, and none
+        # arguments as a JSON string, and no arguments
         (marked('{"name": "search", "arguments": "{\\"a\\": 1}"}'), [SEARCH]),
         (marked('{"arguments": "{\\"a\\": 1}", "name": "search"}'), [SEARCH]),
         (marked('{"name": "weather"}'), [WEATHER]),
         (marked('{"name": "weather", "arguments": null}'), [WEATHER]),
-        # ends that are wrong
+        # wrong ends
         (f"<tool_call>{CALL}<tool_call>{OTHER}", [SEARCH, WEATHER]),
         (marked(CALL + "}"), [SEARCH]),
         (marked(CALL[:-1]), [SEARCH]),
@@ -61,16 +61,17 @@ def marked(call: str) -> str:
         ("a <tool_", ["a <tool_"]),
         ('<tool_call>{"name": "search", "arguments": {"a": "\\u00', [("search", '{"a": "\\u00')]),
         (f"<tool_call>{CALL}\n</tool", [SEARCH]),
-        # what is no call
+        # not a call
         (marked('{"name": "unknown", "arguments": {}}'), ["all of it"]),
         (marked('{"name": "search", "arguments": 3}'), ["all of it"]),
         (marked('{"name": "search", "arguments": "[]"}'), ["all of it"]),
+        (marked('{"name": "search", "arguments": "{\\"a\\": \\"\\ud83d\\"}"}'), ["all of it"]),
         (marked('{"name": 3, "arguments": {}}'), ["all of it"]),
         (marked('{"thought": "", "name": "search"}'), ["all of it"]),
         (marked("{}"), ["all of it"]),
         (marked("search(1)"), ["all of it"]),
         (CALL, ["all of it"]),
-        # and a call in what is none
+        # a call within text that is not a call
         (f"<tool_call><tool_call>{CALL}", ["<tool_call>", SEARCH]),
         (f"<<tool_call>{CALL}", ["<", SEARCH]),
     ],
@@ -114,7 +115,7 @@ def test_arguments_are_streamed_with_whole_escapes() -> None:
     assert parser.has_calls
     assert parser.feed("\\u00e") == []
     assert parser.feed("4r") == [Arguments(0, "\\u00e4r")]
-    # both halves of one character
+    # both surrogates of one character
     assert parser.feed("\\ud83d\\ude0") == []
     assert parser.feed("0") == [Arguments(0, "\\ud83d\\ude00")]
     assert parser.feed("\\") == []
@@ -161,7 +162,7 @@ class Counted(deque[str]):
         return super().popleft()
 
 
-#: Ten calls in each other, which is what fits into the text that is looked at again.
+#: Ten nested calls, as many as fit into the text that is parsed again.
 NESTED = '<tool_call>{"id":[' * 10 + "]" * 40
 
 
@@ -172,7 +173,7 @@ NESTED = '<tool_call>{"id":[' * 10 + "]" * 40
         ('<tool_call>{"a":[' * 1000 + "]" * 2000, 2),
         ('<tool_call>{"id":[' * 1000 + "]" * 2000, 2),
         ('<tool_call>{"arguments":{"' * 1000 + "}" * 2000, 2),
-        # a key that does not end, or is none
+        # a key that does not end, or no key
         ('<tool_call>{"' * 1000, 3),
         ("<tool_call>{" * 1000 + "}" * 1000, 2),
         ("<tool_call>[" * 1000 + "]" * 1000, 2),
@@ -206,7 +207,7 @@ def test_parser_reads_one_call_if_not_parallel() -> None:
     [
         (f"[{CALL}, {OTHER}]", [SEARCH, WEATHER]),
         (f"[{CALL.replace('arguments', 'parameters')}]", [SEARCH]),
-        # cut off: nothing of it is content
+        # cut off, without content
         (f'[{CALL}, {{"na', [SEARCH]),
         ('[{"na', []),
         ("[", []),
