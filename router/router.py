@@ -415,7 +415,7 @@ class Router:
             "/v1/completions": answering.completions,
             "/v1/responses": responses.create,
         }
-        execution = Execution(self._inference, handlers, config.max_body_bytes)
+        execution = Execution(self._inference, handlers)
         window = Window(self._batch_window)
         limits_of = self._access.limits_of if self._access else unlimited
         parts = Parts(stored, files, execution, window, config.max_body_bytes, limits_of)

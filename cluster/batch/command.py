@@ -64,7 +64,11 @@ def batch(
         bool, typer.Option("--retry-failed", help="Run the lines again whose results are errors.")
     ] = False,
     cancel: Annotated[
-        bool, typer.Option("--cancel", help="Cancel the batch in the cluster.")
+        bool,
+        typer.Option(
+            "--cancel",
+            help="Cancel the file's batch in the cluster, with any --window and --retry-failed.",
+        ),
     ] = False,
     address: Address = None,
     local: Local = False,
@@ -78,13 +82,14 @@ def batch(
         raise BatchFailed("the results cannot be written to the file of requests")
     with Results(path, retry_failed=retry_failed) as results:
         job = _Job(file, known, results)
+        if cancel and config is None:
+            asyncio.run(job.cancel(address, window))
+            return
         if not job.num_remaining:
             typer.echo(f"{path}: all {len(known)} lines were already done")
         elif config is not None:
             with opened(config) as llm:
                 asyncio.run(job.run_locally(llm))
-        elif cancel:
-            asyncio.run(job.cancel(address, window))
         else:
             asyncio.run(job.run(address, window))
         raise typer.Exit(1 if results.num_failed(known.custom_ids) else 0)
@@ -112,9 +117,18 @@ class _Job:
             await self._run(run, hint)
 
     async def cancel(self, address: str | None, window: str) -> None:
+        """Cancel the unfinished batches of the file.
+
+        Raises BatchFailed if lines are not done, but the cluster has no such batch.
+        """
         async with connected(address) as client, connected_to_http(client, address) as api:
             batch = ClusterBatch(api, self.results, window, _ignore)
-            num_cancelled = await batch.cancel(read(self.file))
+            num_cancelled = await batch.cancel(lambda: read(self.file))
+        if not num_cancelled and self.num_remaining:
+            raise BatchFailed(
+                f"no batch was cancelled: the cluster runs none of the lines of {self.file} that "
+                f"have no result in {self.results.path}; check both files and the API key"
+            )
         typer.echo(f"{num_cancelled} batches cancelled")
 
     async def run_locally(self, llm: LLM) -> None:

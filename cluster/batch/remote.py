@@ -51,53 +51,64 @@ class ClusterBatch:
     advance: Callable[[int], None]
 
     async def run(self, lines: Iterable[Line]) -> int:
-        """Answer the lines without a result, and return the number of output tokens.
+        """Answer those of ``lines`` that ``results`` does not contain; return their output tokens.
 
         Raises:
             BatchFailed: The cluster rejects the lines of a batch.
-            EverliftError: A call to the cluster fails and must not be repeated.
+            EverliftError: A call to the cluster fails and must not be repeated, or the cluster is
+                unavailable for RECONNECT_S seconds.
             OSError: A result cannot be written completely.
         """
         num_tokens = 0
-        for url, part in self._parts(lines):
+        for url, part in _parts(line for line in lines if line.custom_id not in self.results):
             num_tokens += await self._run(url, part)
         return num_tokens
 
-    async def cancel(self, lines: Iterable[Line]) -> int:
-        """Cancel the batches of the lines without a result, and return how many were running."""
-        ours = {self._digest(url, part) for url, part in self._parts(lines)}
-        num_cancelled, after = 0, ""
+    async def cancel(self, read: Callable[[], Iterable[Line]]) -> int:
+        """Cancel the unfinished batches of the lines that each call of ``read`` returns.
+
+        The batches of an earlier run are found, even if that run had another ``window`` or retried
+        failed lines and this one does not. Returns the number of batches that were cancelled.
+        """
+        unfinished = await self._unfinished()
+        windows = {batch["completion_window"] for batch in unfinished}
+        ours = {
+            self._digest(url, part, window)
+            for has_retries in (False, True)
+            for url, part in _parts(self._remaining(read(), has_retries=has_retries))
+            for window in windows
+        }
+        found = [batch for batch in unfinished if batch["metadata"][_DIGEST] in ours]
+        for batch in found:
+            await self._retried(self.api.post, f"{_path(batch)}/cancel", {})
+        return len(found)
+
+    async def _unfinished(self) -> list[Any]:
+        """Return the unfinished batches that runs of this command have created."""
+        found: list[Any] = []
+        after = ""
         while True:
             page = await self._retried(self.api.get, f"v1/batches?limit=100{after}")
-            for batch in page["data"]:
-                if batch["metadata"].get(_DIGEST) in ours and batch["status"] not in _FINAL:
-                    await self._retried(self.api.post, f"{_path(batch)}/cancel", {})
-                    num_cancelled += 1
+            found += [
+                batch
+                for batch in page["data"]
+                if _DIGEST in batch["metadata"] and batch["status"] not in _FINAL
+            ]
             if not page["has_more"]:
-                return num_cancelled
+                return found
             after = f"&after={page['last_id']}"
 
-    def _parts(self, lines: Iterable[Line]) -> Iterator[tuple[str, list[Line]]]:
-        """Yield (API path, lines) for each batch that the lines without a result need.
-
-        All lines of a batch have the same API. A batch has at most ``_MAX_LINES`` lines and
-        ``_MAX_BYTES`` bytes, unless it is a single longer line.
-        """
-        groups: dict[str, list[Line]] = defaultdict(list)
-        sizes: dict[str, int] = defaultdict(int)
+    def _remaining(self, lines: Iterable[Line], *, has_retries: bool) -> Iterator[Line]:
+        """Yield the lines that a run answers; failed ones only if the run retries them."""
         for line in lines:
-            if line.custom_id in self.results:
-                continue
-            group, size = groups[line.url], len(line.to_bytes())
-            if group and (len(group) == _MAX_LINES or sizes[line.url] + size > _MAX_BYTES):
-                yield line.url, groups.pop(line.url)
-                group, sizes[line.url] = groups[line.url], 0
-            group.append(line)
-            sizes[line.url] += size
-        yield from groups.items()
+            if self.results.has_failed(line.custom_id):
+                if has_retries:
+                    yield line
+            elif line.custom_id not in self.results:
+                yield line
 
     async def _run(self, url: str, part: list[Line]) -> int:
-        digest, number = self._digest(url, part), 0
+        digest, number = self._digest(url, part, self.window), 0
         while True:
             batch = await self._begin(url, part, digest, number)
             if batch["status"] == "failed":
@@ -118,13 +129,13 @@ class ClusterBatch:
             tokens: int = batch["usage"]["output_tokens"]
             return tokens
 
-    def _digest(self, url: str, part: list[Line]) -> str:
-        """Return a hash of the API, the window, and each line with the number of its next attempt.
+    def _digest(self, url: str, part: list[Line], window: str) -> str:
+        """Return a hash of the API, ``window``, and each line with the number of its next attempt.
 
         The hash identifies a batch of these lines, so that a later run finds the batch again. A
         retry of a failed line changes the hash, and is therefore part of a new batch.
         """
-        digest = hashlib.sha256(f"{url} {self.window} ".encode())
+        digest = hashlib.sha256(f"{url} {window} ".encode())
         for line in part:
             digest.update(b"%d " % self.results.attempt(line.custom_id) + line.to_bytes())
         return digest.hexdigest()
@@ -203,6 +214,24 @@ class ClusterBatch:
                 if delay is None:
                     raise
                 await asyncio.sleep(delay)
+
+
+def _parts(lines: Iterable[Line]) -> Iterator[tuple[str, list[Line]]]:
+    """Yield (API path, lines) for each batch that the lines need.
+
+    All lines of a batch have the same API. A batch has at most ``_MAX_LINES`` lines and
+    ``_MAX_BYTES`` bytes, unless it is a single longer line.
+    """
+    groups: dict[str, list[Line]] = defaultdict(list)
+    sizes: dict[str, int] = defaultdict(int)
+    for line in lines:
+        group, size = groups[line.url], len(line.to_bytes())
+        if group and (len(group) == _MAX_LINES or sizes[line.url] + size > _MAX_BYTES):
+            yield line.url, groups.pop(line.url)
+            group, sizes[line.url] = groups[line.url], 0
+        group.append(line)
+        sizes[line.url] += size
+    yield from groups.items()
 
 
 def _path(batch: Any) -> str:

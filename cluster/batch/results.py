@@ -27,6 +27,8 @@ from cluster.errors import BatchFailed
 
 #: Beginning of every result.
 _BEGINNING = b'{"id": "batch_req_'
+#: Suffix of the file that replaces the file of results.
+_NEW = ".everlift-new"
 
 
 class Results(Container[str]):
@@ -59,6 +61,10 @@ class Results(Container[str]):
     def __contains__(self, line: object) -> bool:
         """Return whether the input line with this id is done."""
         return line in self._done and line not in self._retrying
+
+    def has_failed(self, line: str) -> bool:
+        """Return whether the last result of the line with this id is an error."""
+        return line in self._failed
 
     def attempt(self, line: str) -> int:
         """Return the number of the next attempt of the line with this id, from 1."""
@@ -129,7 +135,10 @@ class Results(Container[str]):
             file.seek(0)
             for data in file:
                 last[_key(json.loads(data))] = data
-        new = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        new = self.path.with_name(self.path.name + _NEW)
+        # A process that was killed here may have left it. No other process has it open, because
+        # the file of results is locked.
+        new.unlink(missing_ok=True)
         descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
         try:
             self._lock(descriptor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import TypeVar
@@ -17,6 +16,7 @@ from everlift.messages import BATCH_PRIORITY
 from everlift.v1 import inference_pb2 as pb
 from router.api.http import errors
 from router.api.http.endpoint import INLINE_BYTES, Call, Handler, JsonResponse
+from router.api.http.writer import encode
 from router.api.openai.batches.lines import Answer, Line
 from router.api.openai.fields import MAX_PROMPTS
 from router.api.service import IDEMPOTENCY_KEY, X_REQUEST_ID, Inference
@@ -33,12 +33,9 @@ class Execution:
     request.
     """
 
-    def __init__(
-        self, inference: Inference, handlers: Mapping[str, Handler], max_body_bytes: int
-    ) -> None:
+    def __init__(self, inference: Inference, handlers: Mapping[str, Handler]) -> None:
         self._inference = inference
         self._handlers = handlers
-        self._max_body_bytes = max_body_bytes
 
     async def answer(self, caller: Caller, endpoint: str, batch_id: str, line: Line) -> Answer:
         """Submit a line, or attach to its request, and return the answer.
@@ -79,11 +76,13 @@ class Execution:
 
     async def _call(self, caller: Caller, batch_id: str, line: Line) -> Call:
         fields = {**line.body, "priority": BATCH_PRIORITY, "on_disconnect": "continue"}
-        body = await in_thread_if_long(line.num_bytes, lambda: json.dumps(fields).encode())
+        body = await in_thread_if_long(line.num_bytes, lambda: encode(fields).encode())
         scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}
         headers = {IDEMPOTENCY_KEY: line_name(batch_id, line.number), X_REQUEST_ID: batch_id}
         receive = _Receiving(body)
-        return Call(Request(scope, receive), caller, headers, self._max_body_bytes, now())
+        # The length of the line was limited as it was read. The body may be longer than the line,
+        # because numbers can be written differently.
+        return Call(Request(scope, receive), caller, headers, len(body), now())
 
 
 async def _for_requests(batch_id: str, number: int, do: Callable[[str], Awaitable[None]]) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from cluster.batch import remote
-from cluster.batch.lines import Line
+from cluster.batch import command, remote
+from cluster.batch.lines import Line, Survey, read
 from cluster.batch.remote import ClusterBatch
 from cluster.batch.results import Results
 from cluster.errors import BatchFailed
@@ -19,7 +20,7 @@ from everlift.errors import QueueFull, RequestConflict, UnknownObject
 
 
 class FakeApi:
-    """Cluster that completes a batch at the second question about it.
+    """Cluster that completes a batch at the second query of its status.
 
     ``refusals`` are raised by the next calls. ``status`` is the final status of batches.
     """
@@ -190,13 +191,75 @@ async def test_batch_is_split_by_number_of_lines(
     assert len(api.batches) == 3
 
 
+class InterruptedApi(FakeApi):
+    """Cluster whose batches do not end: the command is interrupted at its first query."""
+
+    async def get(self, path: str) -> Any:
+        if not path.startswith("v1/batches?"):
+            raise InterruptedError
+        return await super().get(path)
+
+
+async def interrupted(
+    api: FakeApi, results: Results, lines: Sequence[Line], window: str = "24h"
+) -> str:
+    """Begin a batch, and return its id."""
+    with pytest.raises(InterruptedError):
+        await batch_of(api, results, window).run(lines)
+    return [*api.batches][-1]
+
+
+def batch_of(api: FakeApi, results: Results, window: str = "24h") -> ClusterBatch:
+    return ClusterBatch(cast("Any", api), results, window, lambda tokens: None)
+
+
 async def test_cancel_finds_the_batches_of_the_lines(tmp_path: Path) -> None:
-    api = FakeApi()
+    api, lines = InterruptedApi(), [line("a"), line("c", "/v1/chat/completions")]
     with Results(tmp_path / "out.jsonl") as results:
-        ours = ClusterBatch(cast("Any", api), results, "24h", lambda tokens: None)
-        other = ClusterBatch(cast("Any", api), results, "1h", lambda tokens: None)
-        digests = [it._digest("/v1/completions", [line("a")]) for it in (ours, other)]
-        for batch, digest in zip((ours, other), digests, strict=True):
-            await batch._begin("/v1/completions", [line("a")], digest, 0)
-        assert await ours.cancel([line("a")]) == 1
-    assert api.cancelled == [f"{digests[0]}-0"]
+        first = await interrupted(api, results, lines[:1])
+        short = await interrupted(api, results, lines[:1], "1h")
+        chat = await interrupted(api, results, lines[1:], "1h")
+        await interrupted(api, results, [line("b")])
+        api.batches["foreign"] = {**api.batches[first], "metadata": {}}
+        api.batches["done"] = {**api.batches[first], "status": "completed"}
+        assert await batch_of(api, results).cancel(lambda: lines) == 3
+    assert api.cancelled == [first, short, chat]
+
+
+@pytest.mark.parametrize("retry_failed", [False, True])
+async def test_cancel_finds_first_runs_and_retries(retry_failed: bool, tmp_path: Path) -> None:
+    """A run that retries failed lines has a batch with them; a first run has one without them."""
+    api, path, lines = InterruptedApi(), tmp_path / "out.jsonl", [line("a"), line("b")]
+    with Results(path) as results:
+        results.append({**json.loads(_result({"custom_id": "a", "body": {}})), "error": {}})
+        first = await interrupted(api, results, lines)
+    with Results(path, retry_failed=True) as results:
+        retry = await interrupted(api, results, lines)
+    assert retry != first
+    with Results(path, retry_failed=retry_failed) as results:
+        assert await batch_of(api, results).cancel(lambda: lines) == 2
+    assert api.cancelled == [first, retry]
+
+
+async def test_cancel_command_fails_if_no_batch_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @asynccontextmanager
+    async def connection(*arguments: object) -> AsyncIterator[FakeApi]:
+        yield api
+
+    api, file = InterruptedApi(), tmp_path / "batch.jsonl"
+    monkeypatch.setattr(command, "connected", connection)
+    monkeypatch.setattr(command, "connected_to_http", connection)
+    file.write_text('{"id": "a", "prompt": "a"}\n')
+    with Results(tmp_path / "batch.out.jsonl") as results:
+        job = command._Job(file, Survey(file), results)
+        with pytest.raises(BatchFailed, match=r"no batch was cancelled: .*batch\.jsonl"):
+            await job.cancel(None, "24h")
+        await interrupted(api, results, [*read(file)], "2h")
+        await job.cancel(None, "24h")
+        assert capsys.readouterr().out == "1 batches cancelled\n"
+        # Nothing is left to run, so there is nothing to cancel.
+        results.append(json.loads(_result({"custom_id": "a", "body": {}})))
+        await job.cancel(None, "24h")
+        assert capsys.readouterr().out == "0 batches cancelled\n"

@@ -12,7 +12,7 @@ from cluster.errors import BatchFailed
 
 
 def written(directory: Path, *lines: object) -> Path:
-    """Write a file of values, or of text as it is."""
+    """Write a file of lines: text as it is, other values as JSON."""
     path = directory / "batch.jsonl"
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     path.write_text("".join(f"{text}\n" for text in texts))

@@ -145,3 +145,17 @@ def test_interrupted_retry_is_resumed(tmp_path: Path) -> None:
         assert results.attempt("b") == 2
     assert ids(path) == ["a", "b"]
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_results_are_rewritten_after_a_killed_rewrite(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    records = [bad("a"), good("a")]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "out.jsonl.everlift-new").write_text(json.dumps(good("b"))[:30])
+    # A copy made by the user, whose suffix equals a process id, as it may in a container.
+    copy = tmp_path / f"out.jsonl.{os.getpid()}"
+    copy.write_text("precious")
+    Results(path).close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [good("a")]
+    assert copy.read_text() == "precious"
+    assert {*tmp_path.iterdir()} == {path, copy}

@@ -116,7 +116,7 @@ async def test_batch_survives_a_failure_of_each_write(
         router.link.num_writes = 0
 
         def fail(number: int, at: str, last: int = last_failed) -> None:
-            # Twice in succession.
+            # Two writes fail in succession.
             if at == moment and number in (last, last + 1):
                 raise error("failed")
 
