@@ -293,7 +293,7 @@ def upgradable_application(config: Config) -> Application:
     routers = _routers(config)
     workers = [_workers(config, group, routers) for group in config.groups]
     gated: Application = UpgradeGate.bind(  # type: ignore[attr-defined]
-        routers, log_dir(config), *workers
+        routers, log_dir(config), config.ledger.key_prefix, *workers
     )
     return gated
 

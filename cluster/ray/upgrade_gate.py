@@ -5,7 +5,8 @@ first cluster some time after Serve reports the second cluster's application as 
 reports this even while workers that its autoscaler added are still starting, which may take long
 because they load the model. Serve waits, however, for the first replica of each deployment without
 an autoscaler. The gate is such a deployment; the start of its replica ends when enough workers run.
-A second cluster with another model becomes the active one when its gate opens (router/active.py).
+A second cluster with another model becomes the active one when its gate first opens
+(router/active.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 from ray import serve
 from ray.exceptions import RayError
+from ray.experimental import internal_kv
 from ray.serve._private.common import ReplicaState
 from ray.serve.handle import DeploymentHandle
 
@@ -32,6 +34,9 @@ _POLL_S = 0.5
 #: than the other clusters have. Within this time the autoscaler reads the number of the other
 #: clusters' workers and requests as many as it may.
 _SETTLED_S = 10.0
+#: Key in Ray's internal key-value store: the ``key_prefix`` for which the gate was last opened. The
+#: store belongs to one Ray cluster. With GCS fault tolerance it survives a restart of the head.
+_ACTIVATED, _NAMESPACE = "activated", "everlift"
 
 
 class Progress:
@@ -74,22 +79,29 @@ class UpgradeGate:
     """Deployment of one replica that becomes ready when the cluster has enough workers."""
 
     async def __init__(  # type: ignore[misc]
-        self, router: DeploymentHandle[Any], log_dir: Path, *workers: DeploymentHandle[Any]
+        self,
+        router: DeploymentHandle[Any],
+        log_dir: Path,
+        key_prefix: str,
+        *workers: DeploymentHandle[Any],
     ) -> None:
         """Wait until the cluster has enough workers, then make it the active one.
 
-        Serve regards the replica as starting until this returns.
+        Serve regards the replica as starting until this returns. A replica that replaces another
+        one in the same Ray cluster does not make the cluster active again.
 
         Args:
             router: Router deployment. It returns the number of workers, and makes this cluster the
                 active one.
             log_dir: Directory of the log file.
+            key_prefix: Prefix of the cluster's keys in the ledger (``ledger.key_prefix``).
             workers: Worker deployments. Serve adds them to the application because they are
                 arguments.
         """
         logs.configure("gate", path=log_dir / f"gate-{os.getpid()}.log")
         self._names = [each.deployment_name for each in workers]
         self._router = router
+        self._key_prefix = key_prefix
         self._progress = Progress()
         while not await self._is_open():
             await asyncio.sleep(_POLL_S)
@@ -101,13 +113,32 @@ class UpgradeGate:
             total = await self._router.num_workers.remote()
             if not self._progress.is_enough(own, total, is_complete=is_complete, now=now):
                 return False
-            # From now on this cluster serves clients, and a cluster of another model does not.
-            await self._router.activate.remote()
+            await self._activate()
         except RayError as error:
-            log.warning("router not responding", cause=str(error))
+            log.warning("router or Ray not responding", cause=str(error))
             return False
         log.info("new cluster has enough capacity", own=own, total=total)
         return True
+
+    async def _activate(self) -> None:
+        """Make this cluster the active one, in place of a cluster with another model.
+
+        A cluster that was activated once stays inactive after another one has replaced it, even if
+        Serve restarts its gate before KubeRay deletes it.
+        """
+        if await asyncio.to_thread(_activated) != self._key_prefix:
+            await self._router.activate.remote()
+            # Stored last, so that the next gate activates the cluster if this one ends before.
+            await asyncio.to_thread(_store_activated, self._key_prefix)
+
+
+def _activated() -> str:
+    stored = internal_kv._internal_kv_get(_ACTIVATED, namespace=_NAMESPACE)
+    return stored.decode() if stored else ""
+
+
+def _store_activated(key_prefix: str) -> None:
+    internal_kv._internal_kv_put(_ACTIVATED, key_prefix, namespace=_NAMESPACE)
 
 
 def _running_workers(names: Sequence[str]) -> tuple[dict[str, int], bool]:

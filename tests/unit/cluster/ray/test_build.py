@@ -124,7 +124,7 @@ def test_build_keeps_run_time_settings_out_of_args(other: list[str]) -> None:
     assert before["deployments"] != after["deployments"]
 
 
-@pytest.mark.filterwarnings("ignore")  # Serve's own
+@pytest.mark.filterwarnings("ignore")  # warnings of Serve
 @pytest.mark.parametrize(
     "other",
     [
@@ -166,7 +166,7 @@ def test_build_writes_only_changed_settings() -> None:
     }
 
 
-@pytest.mark.filterwarnings("ignore")  # Serve's own
+@pytest.mark.filterwarnings("ignore")  # warnings of Serve
 def test_build_output_is_valid_for_serve() -> None:
     from ray.serve.schema import ServeDeploySchema
 
@@ -232,7 +232,7 @@ def test_ranks_of_a_model_take_its_own_resource() -> None:
     [
         ([{"CPU": 8.0, "GPU": 4.0}], "STRICT_PACK"),
         ([{"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 2.0}], "PACK"),
-        # Only the head is there: nodes with GPUs come when they are asked for.
+        # The only node is the head: nodes with GPUs are added on demand.
         ([{"CPU": 8.0}], "STRICT_PACK"),
     ],
 )
@@ -258,7 +258,7 @@ def test_vllm_places_its_own_actors_over_several_nodes() -> None:
     nodes = [{"CPU": 8.0, "GPU": 2.0}] * 2
     placement = _placement(load(None, {}, VLLM).groups[0], nodes, {"CPU": 2, "GPU": 1})
     assert (placement.bundles, placement.strategy) == ([{"CPU": 2, "GPU": 1}] * 4, "PACK")
-    # The rank leaves the GPUs to the actors, but must see that there are some.
+    # The rank leaves the GPUs to the actors, but must see that GPUs exist.
     assert not placement.rank_resources and placement.environment
 
 

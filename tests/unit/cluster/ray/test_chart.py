@@ -1,4 +1,4 @@
-"""helm/ rendered by Helm itself: what comes out is valid, and is what the values say."""
+"""Chart in helm/, rendered by Helm: its objects are valid, and follow from the values."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ from tests.support.chart import (
 )
 from worker.serving.startup import ReadyFile
 
-#: Kubernetes' versions that objects are checked against; all of them those of the default values.
+#: Versions of Kubernetes that objects are checked against; OLDEST checks the default values only.
 OLDEST, NEWEST = "1.32", "1.37"
-#: Of a group's pods, as KubeRay writes it.
+#: maxReplicas of a group without a bound, as KubeRay writes it.
 NO_BOUND = (1 << 31) - 1
-#: Other projects' objects, of which no schema is at hand.
+#: Objects of other projects, whose schemas are not available to the test.
 UNCHECKED = {"RayService", "ServiceMonitor", "PrometheusRule", "GRPCRoute", "HTTPRoute"}
 
 EXTERNAL = {
@@ -189,10 +189,10 @@ VALUES: dict[str, Object] = {
         "gcsFaultTolerance": GCS_ELSEWHERE,
     },
     "TLS": {
-        "tls": {"clients": {"existingSecret": "door"}, "internal": {"existingSecret": "inside"}}
+        "tls": {"clients": {"existingSecret": "clients"}, "internal": {"existingSecret": "inside"}}
     },
     "mutual TLS": {
-        "tls": {"clients": {"existingSecret": "door", "mutual": True, "testSecret": "tester"}}
+        "tls": {"clients": {"existingSecret": "clients", "mutual": True, "testSecret": "tester"}}
     },
     "keys in a Secret": {
         "access": {
@@ -312,7 +312,7 @@ def both_routes(grpc: list[str], http: list[str], **http_values: object) -> Obje
     }
 
 
-#: Values whose GRPCRoute and HTTPRoute no Gateway accepts both.
+#: Values whose GRPCRoute and HTTPRoute conflict: no Gateway accepts both.
 CLASHES = [
     both_routes([], []),
     both_routes(["llm.example"], []),
@@ -330,12 +330,12 @@ def helm() -> Iterator[Helm]:
         yield helm
 
 
-# Kubernetes' schemas are parsed once, instead of for each object in 0.03 s.
+# The cache saves 0.03 s per object: each schema of Kubernetes is parsed once.
 utils.schema_contents = cache(utils.schema_contents)
 
 
 class Renderings(dict[str, Rendered]):
-    """The chart with each of VALUES, rendered when it is first asked for."""
+    """Chart with each of VALUES, rendered at its first use."""
 
     def __init__(self, helm: Helm) -> None:
         super().__init__()
@@ -355,7 +355,7 @@ def test_chart_alerts_and_dashboard_match_deploy(rendered: dict[str, Rendered]) 
     watched, deploy = rendered["watched"], CHART.parent / "deploy"
     rule = watched.the("PrometheusRule")
     alerts = (deploy / "prometheus" / "alerts.yaml").read_text()
-    # The routers of another release are none of this one.
+    # The alert must ignore the routers of other releases.
     ours = f'absent(everlift_router_ready{{job="{NAMESPACE}/{RELEASE}-everlift"}})'
     assert "absent(everlift_router_ready)" in alerts
     expected = alerts.replace("absent(everlift_router_ready)", ours)
@@ -433,7 +433,7 @@ def test_chart_pods_include_extras_of_the_values(rendered: dict[str, Rendered]) 
         assert container["envFrom"] == [{"secretRef": {"name": "proxy"}}]
         assert {"name": "certs", "configMap": {"name": "certs"}} in spec["volumes"]
         assert "certs" in [it["name"] for it in container["volumeMounts"]]
-    # The head's is KubeRay's, which lets Ray's autoscaler make pods.
+    # The head has the account of KubeRay, which permits Ray's autoscaler to create pods.
     accounts = [spec.get("serviceAccountName") for spec in (worker, router, head)]
     assert accounts == ["ev-everlift", "ev-everlift", None]
     account = own.the("ServiceAccount")
@@ -446,7 +446,7 @@ def test_chart_pods_include_extras_of_the_values(rendered: dict[str, Rendered]) 
             assert queue.items() <= each["metadata"]["labels"].items()
     labels = own.group("workers")["template"]["metadata"]["labels"]
     assert (queue | {"team": "ml"}).items() <= labels.items()
-    # Who is selected by the release's labels alone stays so.
+    # Selectors must not include the additional labels.
     assert not queue.keys() & own.the("Service", "ev-everlift")["spec"]["selector"].keys()
 
 
@@ -477,7 +477,7 @@ def test_chart_router_autoscaling_follows_requests(rendered: dict[str, Rendered]
     assert (bounds["min_replicas"], bounds["max_replicas"]) == (2, 6)
     assert router["user_config"]["autoscale"] == {"worker": {"requests_per_router": 100}}
     assert worker["num_replicas"] == 1
-    # Ray's autoscaler makes pods of all groups, as many as Serve asks for.
+    # Ray's autoscaler creates the pods of all groups, as many as Serve requests.
     assert scaled.ray["enableInTreeAutoscaling"]
     assert scaled.group("routers")["maxReplicas"] == NO_BOUND
     module, _, name = bounds["policy"]["policy_function"].partition(":")
@@ -495,8 +495,7 @@ def test_chart_worker_spans_several_pods(rendered: dict[str, Rendered]) -> None:
 
 
 def test_chart_toleration_change_makes_a_new_ray_cluster(helm: Helm) -> None:
-    """KubeRay changes no pod of a Ray cluster that runs: it makes another one when the cluster's
-    configuration differs, and tolerations are part of it."""
+    """KubeRay changes no pods of a running Ray cluster: a changed configuration makes a new one."""
     tolerations = [{"key": "spot", "operator": "Exists"}]
     for group in ("head", "routers", "workers"):
         changed = helm.render({group: {"tolerations": tolerations}})
@@ -505,7 +504,7 @@ def test_chart_toleration_change_makes_a_new_ray_cluster(helm: Helm) -> None:
 
 @pytest.fixture(scope="module")
 def rayservice_schema() -> Object:
-    """KubeRay's own. Its files are no part of this repository."""
+    """Return the schema of KubeRay, whose CRDs are outside of this repository (CRD_DIR)."""
     directory = os.environ.get("CRD_DIR")
     if not directory:
         pytest.skip("CRD_DIR names no directory with KubeRay's CRDs (rayservices.yaml)")
@@ -515,7 +514,7 @@ def rayservice_schema() -> Object:
 
 
 def _closed(schema: Any) -> Any:
-    """Refuses unknown fields, as ``kubectl apply`` does; without formats that JSON has not."""
+    """Return the schema without formats; it rejects unknown fields, as ``kubectl apply`` does."""
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
     if not isinstance(schema, dict):
@@ -532,7 +531,7 @@ def test_chart_rayservice_matches_the_kuberay_schema(
     rendered: dict[str, Rendered], rayservice_schema: Object, name: str
 ) -> None:
     jsonschema.Draft202012Validator(rayservice_schema).validate(
-        # Of metadata a CRD says nothing.
+        # A CRD does not describe metadata.
         rendered[name].the("RayService") | {"metadata": {}}
     )
 
@@ -676,7 +675,7 @@ def test_chart_refuses_its_own_settings_with_the_value_to_set(helm: Helm, path: 
         ("1048576Ki", False),
         (1 << 30, False),
         (1 << 31, True),
-        # Whoever writes so knows what that is.
+        # Other notations are accepted without a check.
         ("1500000000000m", True),
         ("1e3", True),
         (None, True),
@@ -711,7 +710,7 @@ def test_chart_schema_accepts_every_setting() -> None:
 
 
 def _leaves(tree: Object, inside: Callable[[Any], Any], section: str = "") -> Iterator[str]:
-    """Paths of what has nothing ``inside``."""
+    """Yield the paths of the entries for which ``inside`` returns no entries."""
     for name, value in tree.items():
         if isinstance(below := inside(value), dict) and below:
             yield from _leaves(below, inside, f"{section}{name}.")
@@ -747,7 +746,7 @@ def test_chart_settings_load_as_a_config(rendered: dict[str, Rendered], name: st
     assert application["import_path"] == f"{build.__name__}:{build.application.__name__}"
     assert (application["name"], application["route_prefix"]) == (deployments.APPLICATION, None)
     release = rendered[name]
-    # Serve takes no settings as args that deployments have.
+    # Settings of deployments must not be args as well.
     assert build._divided(application["args"])[1] == []
     config = load(None, {}, options=release.settings)
     build.check_shown(config)
@@ -757,11 +756,11 @@ def test_chart_settings_load_as_a_config(rendered: dict[str, Rendered], name: st
         first = scaling.min_workers if scaling.is_on else workers.num_workers
         groups = [each for each in release.worker_groups if component(each) == workers.label]
         pods = sum(group["replicas"] for group in groups)
-        # Where there are several groups, Ray's autoscaler chooses from the beginning on.
+        # With several groups all start at 0, and Ray's autoscaler chooses among them.
         assert pods in (first * workers.nodes_per_worker, 0)
         if len(groups) == 1:
             most = workers.most_workers * workers.nodes_per_worker
-            # Where Ray's autoscaler makes pods it makes as many as Serve asks for.
+            # Ray's autoscaler creates as many pods as Serve requests.
             assert groups[0]["maxReplicas"] in (most, NO_BOUND)
     assert config.ledger.url == EMBEDDED
 
@@ -786,7 +785,7 @@ def test_chart_models_have_their_own_settings(rendered: dict[str, Rendered]) -> 
     assert [it.tool_format for it in config.router.models] == ["hermes"] * 3
     assert config.router.more_models[1].served_model_names == ("s",)
     bounds = release.deployments["worker-small"]["autoscaling_config"]
-    # By this name the leader reports the load of the model.
+    # The leader reports the load of the model under this name.
     assert bounds["policy"]["policy_kwargs"]["model"] == small.model
 
 
@@ -823,7 +822,7 @@ def test_chart_workers_stay_on_pods_of_their_model(rendered: dict[str, Rendered]
 
 def test_chart_models_have_disruption_budgets(rendered: dict[str, Rendered]) -> None:
     release = rendered["several models"]
-    # The first model's two workers have two pods each.
+    # The two workers of the first model have two pods each.
     for name, label, available in (
         ("-workers", "worker", 3),
         ("-workers-small", "worker-small", 1),
@@ -846,7 +845,7 @@ def test_chart_merges_user_settings(rendered: dict[str, Rendered]) -> None:
     assert config.router.cors_origins == ("https://chat.example",)
     assert config.router.max_body_bytes == 1 << 20
     assert (config.ledger.retention, config.autoscale.ttft_target) == (60, 1)
-    # Beside them stand those of the chart, in the same sections.
+    # The settings of the chart itself are in the same sections.
     assert (config.router.host, config.worker.device) == ("0.0.0.0", "cuda")
 
 
@@ -870,7 +869,7 @@ def test_chart_merges_user_settings(rendered: dict[str, Rendered]) -> None:
         {"config": {"autoscale": {"ttft_target": 9}}},
     ],
 )
-@pytest.mark.filterwarnings("ignore")  # Serve's own
+@pytest.mark.filterwarnings("ignore")  # warnings of Serve
 def test_chart_run_time_settings_keep_the_code_version(helm: Helm, other: Object) -> None:
     from ray.serve._private.deploy_utils import get_app_code_version
     from ray.serve.schema import ServeApplicationSchema
@@ -918,9 +917,9 @@ def test_chart_renders_large_numbers_as_integers(helm: Helm) -> None:
     assert budget["minAvailable"] == 2_999_999
 
 
-#: YAML takes all of these for something else where they stand without quotes.
+#: Texts that YAML does not read as strings without quotes.
 NO_STRINGS = ["42", "on", "1e3", "null"]
-#: Where Kubernetes and those whose objects these are want a string.
+#: Fields that must be strings in objects of Kubernetes and other projects.
 TEXTS = {
     "name",
     "key",
@@ -937,7 +936,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("text", NO_STRINGS)
 def test_chart_quotes_strings_of_other_types(helm: Helm, text: str) -> None:
-    """The release, its names, and all that values call by a name."""
+    """The texts are the name of the release, and the names in its values."""
     secret = {"existingSecret": text, "key": text}
     release = {"nameOverride": text, "image": {"tag": text}}
     inside = {
@@ -989,7 +988,7 @@ def test_chart_quotes_strings_of_other_types(helm: Helm, text: str) -> None:
 
 def test_chart_quotes_a_numeric_digest(helm: Helm) -> None:
     values = {"ledger": {"embedded": {"maxMemoryMiB": 856}}}
-    # Sixteen hexadecimal digits, none of which is a letter.
+    # The digest has sixteen hexadecimal digits, which here include no letter.
     assert _digest(helm.render(values, release="chat")) == "1990706499710654"
 
 
@@ -999,7 +998,7 @@ def _digest(release: Rendered) -> Any:
 
 
 def _no_strings(value: Any, path: str) -> Iterator[str]:
-    """Paths of labels, annotations and names in ``value`` that are none."""
+    """Yield the paths of labels, annotations and names in ``value`` that are not strings."""
     if isinstance(value, list):
         for index, each in enumerate(value):
             yield from _no_strings(each, f"{path}[{index}]")
@@ -1061,7 +1060,7 @@ def test_chart_worker_pods_follow_the_worker_bounds(
     assert (workers["replicas"], workers["minReplicas"], workers["maxReplicas"]) == group
     assert release.settings.get("autoscale") == autoscale
     assert release.ray.get("enableInTreeAutoscaling", False) is (autoscale is not None)
-    # Ray's autoscaler speaks to Kubernetes from the head's pod; nobody else does.
+    # Ray's autoscaler, in the pod of the head, is the only client of the Kubernetes API.
     tokens = [each["template"]["spec"]["automountServiceAccountToken"] for each in release.groups]
     assert tokens == [autoscale is not None, False, False]
 
@@ -1076,8 +1075,10 @@ def test_chart_worker_pods_follow_the_worker_bounds(
     ],
 )
 def test_chart_pod_count_change_makes_a_new_ray_cluster(helm: Helm, other: Object) -> None:
-    """KubeRay compares Ray clusters without the sizes of their groups, and changes no size in a
-    running one (RayServiceReconciler). Pods that it creates itself must therefore differ.
+    """Changed pod counts must also change the pods.
+
+    KubeRay compares Ray clusters without the sizes of their groups, and changes no size in a
+    running one (RayServiceReconciler).
     """
     before = helm.render({"workers": {"min": 3, "max": 3}})
     after = helm.render({"workers": {"min": 3, "max": 3}} | other)
@@ -1097,7 +1098,7 @@ def test_chart_autoscaling_bounds_reach_the_running_cluster(helm: Helm, other: O
     after = helm.render({"workers": {"min": 1, "max": 8}} | other)
     assert before.settings != after.settings
     assert _as_compared(before) == _as_compared(after)
-    # So no bound stands in the Ray cluster, which would be the old one.
+    # The Ray cluster must therefore contain no bounds: they would stay the old ones.
     for group in before.groups[1:]:
         assert (group["minReplicas"], group["maxReplicas"]) == (0, NO_BOUND)
 
@@ -1112,7 +1113,7 @@ def _as_compared(release: Rendered) -> Object:
 
 
 def test_chart_autoscaled_pods_never_restart(rendered: dict[str, Rendered]) -> None:
-    """Else its container starts Ray again, and the pod is never given back."""
+    """A restarted container would start Ray again, and the pod would never be released."""
 
     def policies(name: str) -> list[str]:
         groups = rendered[name].groups
@@ -1168,9 +1169,7 @@ def share_a_hostname(one: list[str], other: list[str]) -> bool:
 def test_chart_gateway_routes_share_no_hostname_and_listener(
     rendered: dict[str, Rendered], name: str
 ) -> None:
-    """The Gateway API requires that one of a GRPCRoute and an HTTPRoute with intersecting hostnames
-    on one listener is refused (GRPCRoute.spec.hostnames).
-    """
+    """A shared hostname would make the Gateway refuse one route (GRPCRoute.spec.hostnames)."""
     release = rendered[name]
     if not {"GRPCRoute", "HTTPRoute"} <= release.kinds:
         return
@@ -1191,10 +1190,10 @@ def test_chart_service_selects_only_routers(rendered: dict[str, Rendered]) -> No
     assert (http["port"], http["targetPort"]) == (8000, "http")
     assert named_port(release.group("routers"), "http") == 8000
     assert release.settings["router"]["http_port"] == 8000
-    # Who is not root may not listen on 443.
+    # A process without root must not listen on 443.
     assert named_port(release.group("routers"), "serve") == 50051
     assert release.settings["router"]["port"] == 50051
-    # KubeRay would take the head's port of that name before ours.
+    # KubeRay would prefer a port of that name of the head.
     assert named_port(release.group("head"), "serve") is None
     [serve] = release.the("RayService")["spec"]["serveService"]["spec"]["ports"]
     assert serve == {"name": "serve", "port": 50051}
@@ -1209,7 +1208,7 @@ def named_port(group: Object, name: str) -> int | None:
     return ports.get(name)
 
 
-#: Of a router's, those that are for clients outside.
+#: Services and paths of a router that are exposed to external clients.
 KSERVE = open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 SERVICES = {"everlift.v1.Inference", KSERVE, "grpc.health.v1.Health"}
 PATHS = {
@@ -1243,7 +1242,7 @@ def test_chart_http_routes_expose_the_openai_api_only(rendered: dict[str, Render
     [rule] = route["rules"]
     assert {match["path"]["value"] for match in rule["matches"]} == PATHS
     assert rule["backendRefs"] == [{"name": "ev-everlift", "port": 8000}]
-    # A stream lasts as long as it lasts.
+    # Streams have no time limit.
     assert rule["timeouts"] == {"request": "0s"}
     ingress = rendered["exposed"].the("Ingress", "-http")
     assert leads_to(ingress) == dict.fromkeys(PATHS, "http")
@@ -1304,7 +1303,7 @@ def test_chart_ledger_url_comes_from_a_secret(rendered: dict[str, Rendered]) -> 
         assert environment(group)["LEDGER_PASSWORD"] == secret("passwords", "everlift")
         url = environment(group)["EVERLIFT_LEDGER__URL"]
         assert url == f"redis://everlift:$(LEDGER_PASSWORD)@ev-everlift-ledger.{NAMESPACE}.svc:6379"
-        # Kubernetes fills in what it has read before.
+        # Kubernetes expands only variables that precede the reference.
         assert [*environment(group)].index("LEDGER_PASSWORD") == 0
     for group in rendered["ledger elsewhere"].groups:
         assert environment(group)["EVERLIFT_LEDGER__URL"] == secret("their-redis", "uri")
@@ -1347,23 +1346,25 @@ def test_chart_mounts_ledger_tls_files(rendered: dict[str, Rendered]) -> None:
 def test_chart_mounts_client_and_internal_certificates(rendered: dict[str, Rendered]) -> None:
     config = settings.load(Config, rendered["TLS"].settings)
     tls, internal = config.router.tls, config.internal_tls
-    assert tls == Tls(cert=f"{DOOR}/tls.crt", key=f"{DOOR}/tls.key")
-    assert internal == InternalTls(f"{INSIDE}/ca.crt", f"{INSIDE}/tls.crt", f"{INSIDE}/tls.key")
+    assert tls == Tls(cert=f"{CLIENTS_TLS}/tls.crt", key=f"{CLIENTS_TLS}/tls.key")
+    assert internal == InternalTls(
+        f"{INTERNAL_TLS}/ca.crt", f"{INTERNAL_TLS}/tls.crt", f"{INTERNAL_TLS}/tls.key"
+    )
     assert [secrets_at(group) for group in rendered["TLS"].groups] == [
         {},
-        {DOOR: "door", INSIDE: "inside"},
-        {INSIDE: "inside"},
+        {CLIENTS_TLS: "clients", INTERNAL_TLS: "inside"},
+        {INTERNAL_TLS: "inside"},
     ]
     mutual = settings.load(Config, rendered["mutual TLS"].settings)
-    assert mutual.router.tls == replace(tls, ca=f"{DOOR}/ca.crt")
+    assert mutual.router.tls == replace(tls, ca=f"{CLIENTS_TLS}/ca.crt")
     assert not mutual.internal_tls.is_on
 
 
-DOOR, INSIDE = "/etc/everlift/clients-tls", "/etc/everlift/internal-tls"
+CLIENTS_TLS, INTERNAL_TLS = "/etc/everlift/clients-tls", "/etc/everlift/internal-tls"
 
 
 def secrets_at(group: Object) -> dict[str, str]:
-    """Secrets by the directories that they are mounted to."""
+    """Return the names of the mounted secrets by directory."""
     volumes = group["template"]["spec"]["volumes"]
     secrets = {each["name"]: each["secret"]["secretName"] for each in volumes if "secret" in each}
     mounts = container(group)["volumeMounts"]
@@ -1371,24 +1372,24 @@ def secrets_at(group: Object) -> dict[str, str]:
 
 
 def test_chart_test_pod_uses_client_tls(helm: Helm, rendered: dict[str, Rendered]) -> None:
-    assert told(rendered["defaults"].the("Pod")) == {}
-    assert told(rendered["TLS"].the("Pod")) == {"CA": "/etc/everlift/tls/ca.crt"}
+    assert tls_variables(rendered["defaults"].the("Pod")) == {}
+    assert tls_variables(rendered["TLS"].the("Pod")) == {"CA": "/etc/everlift/tls/ca.crt"}
     pod = rendered["mutual TLS"].the("Pod")
-    assert told(pod) == {
+    assert tls_variables(pod) == {
         "CA": "/etc/everlift/tls/ca.crt",
         "CERT": "/etc/everlift/client-tls/tls.crt",
         "KEY": "/etc/everlift/client-tls/tls.key",
     }
-    # The routers' key is none of its business.
+    # The test pod must not get the private key of the routers.
     [trusted] = (each["secret"] for each in pod["spec"]["volumes"] if each["name"] == "tls")
-    assert trusted == {"secretName": "door", "items": [{"key": "ca.crt", "path": "ca.crt"}]}
-    untested = helm.render({"tls": {"clients": {"existingSecret": "door", "mutual": True}}})
+    assert trusted == {"secretName": "clients", "items": [{"key": "ca.crt", "path": "ca.crt"}]}
+    untested = helm.render({"tls": {"clients": {"existingSecret": "clients", "mutual": True}}})
     assert "Pod" not in untested.kinds
     assert "helm test" not in untested.notes
 
 
-def told(pod: Object) -> dict[str, str]:
-    """Return the pod's variables for TLS."""
+def tls_variables(pod: Object) -> dict[str, str]:
+    """Return the TLS variables of a pod with one container, by their names without the prefix."""
     [only] = pod["spec"]["containers"]
     found = {each["name"]: each["value"] for each in only["env"]}
     prefix = "EVERLIFT_TLS_"
@@ -1419,7 +1420,7 @@ def test_chart_mounts_access_keys_in_routers_only(rendered: dict[str, Rendered])
         is_router = group.get("groupName") == "routers"
         assert ("access" in mounts, "access" in volumes) == (is_router, is_router)
         if is_router:
-            # A mount of one file would not follow its Secret.
+            # The mount of a single file would not follow changes of its Secret.
             assert mounts["access"]["mountPath"] == "/etc/everlift/access"
             assert "subPath" not in mounts["access"]
             assert volumes["access"]["secret"] == {"secretName": "who", "defaultMode": 0o440}
@@ -1438,7 +1439,7 @@ def test_chart_notes_create_the_first_key_in_the_ledger(
     [line] = (each for each in with_keys.notes.splitlines() if "--set router.access" in each)
     options = dict(re.findall(r"--set ([a-z_.]+)=([^ )]+)", line))
     ledger = with_keys.settings["ledger"]
-    # Keys of clients are found without it.
+    # Client keys are stored independently of it.
     del ledger["active_key"]
     assert options.pop("router.access") == with_keys.settings["router"]["access"] == "ledger"
     assert options == {f"ledger.{name}": str(value) for name, value in ledger.items()}
@@ -1475,7 +1476,7 @@ def test_chart_containers_are_confined(rendered: dict[str, Rendered], name: str)
         context = pod["spec"]["securityContext"]
         assert context["runAsNonRoot"] and context["runAsUser"] > 0
         assert context["seccompProfile"] == {"type": "RuntimeDefault"}
-        # Else each Service is in the environment, where EVERLIFT_ variables are settings.
+        # Service links would add EVERLIFT_ variables, which would be read as settings.
         assert pod["spec"]["enableServiceLinks"] is False
         for each in pod["spec"]["containers"]:
             confined(each["securityContext"])
@@ -1499,7 +1500,7 @@ def test_chart_writable_paths_are_volumes(rendered: dict[str, Rendered]) -> None
             for mount in container(group)["volumeMounts"]
             if "emptyDir" in volumes[mount["name"]]
         }
-        # /tmp has Ray's own files.
+        # Ray writes to /tmp.
         assert writable == {"/home/everlift", "/tmp", "/dev/shm"}
         assert environment(group)["HOME"] in writable
         assert release.settings["state_dir"].startswith("/home/everlift/")
@@ -1512,7 +1513,7 @@ def test_chart_network_policy_allows_pods_of_the_release(
     policy = release.the("NetworkPolicy", "ev-everlift")["spec"]
     [rule] = policy["ingress"]
     [peer] = rule["from"]
-    # By labels that both have, to pods with the same.
+    # Pods with the shared labels admit each other.
     assert peer["podSelector"] == policy["podSelector"]
     assert [allowed(policy["podSelector"], pod) for pod in release.pods] == [
         True,
@@ -1525,9 +1526,28 @@ def test_chart_network_policy_allows_pods_of_the_release(
 
 def allowed(selector: Object, pod: Object) -> bool:
     labels = pod["metadata"]["labels"]
+    matches = {
+        "Exists": lambda each: each["key"] in labels,
+        "NotIn": lambda each: labels.get(each["key"]) not in each["values"],
+    }
     return selects(selector["matchLabels"], pod) and all(
-        labels.get(each["key"]) in each["values"] for each in selector["matchExpressions"]
+        matches[each["operator"]](each) for each in selector["matchExpressions"]
     )
+
+
+def test_chart_network_policy_allows_workers_of_a_removed_model(
+    rendered: dict[str, Rendered],
+) -> None:
+    """The old cluster serves the model until the new cluster replaces it."""
+    selector = rendered["closed"].the("NetworkPolicy", "ev-everlift")["spec"]["podSelector"]
+    old = {
+        pod["metadata"]["labels"]["app.kubernetes.io/component"]: allowed(selector, pod)
+        for pod in rendered["several models"].pods
+    }
+    workers = {"worker": True, "worker-small": True, "worker-one": True}
+    assert old == {"head": True, "router": True, **workers, "ledger": False, "test": False}
+    # A pod without a component label does not belong to Ray.
+    assert not allowed(selector, {"metadata": {"labels": selector["matchLabels"]}})
 
 
 def test_chart_network_policies_admit_configured_peers(rendered: dict[str, Rendered]) -> None:
@@ -1553,7 +1573,7 @@ def test_chart_disruption_budgets_and_spread_select_groups(rendered: dict[str, R
     for component, group in (("router", "routers"), ("worker", "workers")):
         budget = release.the("PodDisruptionBudget", f"-{group}")["spec"]
         labels = release.group(group)["template"]["metadata"]["labels"]
-        # Of two pods, one: Kubernetes allows nothing by maxUnavailable where it finds no scale.
+        # One of two pods; with maxUnavailable Kubernetes allows no disruption if it finds no scale.
         assert (budget["minAvailable"], budget.get("maxUnavailable")) == (1, None)
         assert budget["selector"]["matchLabels"] == labels
         assert labels["app.kubernetes.io/component"] == component
@@ -1571,7 +1591,7 @@ def test_chart_disruption_budgets_and_spread_select_groups(rendered: dict[str, R
         ({"workers": {"min": 4, "max": 4}}, {"routers": 1, "workers": 3}),
         ({"workers": {"min": 2, "max": 8}}, {"routers": 1, "workers": 1}),
         ({"workers": {"min": 0, "max": 8}}, {"routers": 1}),
-        # Of eight pods, one: without it, the other three of its worker are not ready.
+        # One of eight pods: without it, the other three pods of its worker are not ready.
         (
             {"workers": {"min": 2, "max": 2, "tensorParallel": 8, "nodesPerWorker": 4}},
             {"routers": 1, "workers": 7},
@@ -1623,21 +1643,21 @@ def test_chart_service_monitor_selects_routers(rendered: dict[str, Rendered]) ->
     assert release.settings["router"]["metrics_port"] == 9999
     assert selects(service["spec"]["selector"], release.group("routers")["template"])
     assert monitor["metadata"]["labels"]["team"] == "ml"
-    # No other Service of the release is taken for it.
+    # The monitor must select no other Service of the release.
     assert not selects(
         monitor["spec"]["selector"]["matchLabels"], release.the("Service", "-everlift")
     )
 
 
 def test_chart_service_monitor_selects_the_head(helm: Helm) -> None:
-    """Ray exports it on the head, where Serve's controller is."""
+    """Ray exports the gauges of the autoscaler on the head, which runs Serve's controller."""
     monitoring = {"monitoring": VALUES["watched"]["monitoring"]}
     release = helm.render({"workers": {"min": 1, "max": 4}} | monitoring)
     service, monitor = release.the("Service", "-ray-metrics"), release.the("ServiceMonitor")
     assert monitor["spec"]["selector"]["matchLabels"] == service["metadata"]["labels"]
     [port], head = service["spec"]["ports"], release.group("head")
     assert port["name"] in [each["port"] for each in monitor["spec"]["endpoints"]]
-    # KubeRay's default, of which it is told nothing else.
+    # The default of KubeRay applies, because nothing overrides it.
     assert named_port(head, port["targetPort"]) == 8080
     assert "metrics-export-port" not in head["rayStartParams"]
     assert selects(service["spec"]["selector"], head["template"])
@@ -1646,7 +1666,7 @@ def test_chart_service_monitor_selects_the_head(helm: Helm) -> None:
 
 
 def test_chart_metrics_job_includes_the_namespace(rendered: dict[str, Rendered]) -> None:
-    """Alerts are by job, which would otherwise be the Service's name."""
+    """Alerts select by job, whose default is the name of the Service."""
     for endpoint in rendered["watched"].the("ServiceMonitor")["spec"]["endpoints"]:
         [relabeling] = endpoint["relabelings"]
         assert relabeling == {"targetLabel": "job", "replacement": f"{NAMESPACE}/ev-everlift"}
@@ -1662,7 +1682,7 @@ def test_chart_key_prefix_is_shared_by_compatible_clusters(helm: Helm) -> None:
     assert re.fullmatch("ev-everlift-[0-9a-f]{8}", same)
     assert same == prefix(helm, workers={"max": 9, "tensorParallel": 2}, routers={"replicas": 5})
     assert same == prefix(helm, config={"worker": {"max_num_seqs": 3}, "log_level": "debug"})
-    # A default that is written out is the same.
+    # An explicit default changes nothing.
     assert same == prefix(helm, config={"worker": {"dtype": "auto", "max_model_len": None}})
 
 
@@ -1689,26 +1709,25 @@ def test_chart_active_key_is_one_per_release(helm: Helm) -> None:
         assert found != ledger["key_prefix"]
         return found
 
-    # The ledger's user may reach it.
+    # The ACL of the ledger user permits keys with this prefix.
     assert key().startswith("ev-everlift-")
     assert key() == key(model={"name": "org/name"}, routers={"replicas": 5})
     assert key() != key(release="other")
 
 
 def test_chart_model_change_makes_a_new_ray_cluster(helm: Helm) -> None:
-    """Serve would change it in the cluster that runs, replica by replica: to have KubeRay make
-    another one, pods must differ."""
+    """The pods must differ: otherwise Serve would change the running cluster replica by replica."""
     one, other = helm.render(), helm.render({"model": {"name": "/models/llama"}})
     same = helm.render({"config": {"worker": {"max_num_seqs": 3}}})
     assert one.ray != other.ray
     assert one.ray == same.ray
 
 
-# Helm's longest name has 53 characters.
+# Names of Helm releases have at most 53 characters.
 @pytest.mark.parametrize("release", ["ev", "everlift", "name" * 13 + "x"])
 def test_chart_names_stay_within_kubernetes_limits(helm: Helm, release: str) -> None:
     rendered = helm.render(release=release)
-    # KubeRay's limit.
+    # KubeRay's limit for names.
     assert len(rendered.the("RayService")["metadata"]["name"]) <= 47
     for each in rendered.objects:
         assert len(each["metadata"]["name"]) <= 63
@@ -1718,7 +1737,7 @@ def test_chart_notes_and_test_hook_send_a_request(rendered: dict[str, Rendered])
     release = rendered["exposed"]
     assert "create secret generic ev-everlift-ledger" in release.notes
     assert "create secret" not in rendered["durable"].notes
-    # Nor may who reads this.
+    # Port 443 needs root on the reader's machine as well.
     assert "port-forward service/ev-everlift 50051:443 &" in release.notes
     assert "everlift generate --address 127.0.0.1:50051" in release.notes
     pod = release.the("Pod")
@@ -1749,10 +1768,10 @@ ROUTER, RANK = "ray::ServeReplica:everlift:router.wait", "ray::RankActor.wait"
 
 @contextmanager
 def processes(*titles: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Run processes with these names; each reports SIGUSR1, and ends with its input."""
+    """Run processes with these names; each reports SIGUSR1, and ends when its input is closed."""
     script = """
 import signal, sys
-signal.signal(signal.SIGUSR1, lambda *_: print("told", flush=True))
+signal.signal(signal.SIGUSR1, lambda *_: print("signalled", flush=True))
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -1763,7 +1782,7 @@ sys.stdin.read()
         for title in titles
     ]
     try:
-        assert [heard(each) for each in started] == ["ready"] * len(titles)
+        assert [read_line(each) for each in started] == ["ready"] * len(titles)
         yield started
     finally:
         for each in started:
@@ -1771,7 +1790,7 @@ sys.stdin.read()
             each.communicate()
 
 
-def heard(process: subprocess.Popen[str]) -> str:
+def read_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
@@ -1779,7 +1798,7 @@ def heard(process: subprocess.Popen[str]) -> str:
 def leave(
     release: Rendered, group: str, directory: Path, pod: list[subprocess.Popen[str]], *times: int
 ) -> subprocess.Popen[bytes]:
-    """The hook of a pod that has these processes and no other, with its times or these."""
+    """Run the pre-stop hook of a pod with the processes ``pod``; ``times`` override its own."""
     directory.mkdir(exist_ok=True)
     for process in pod:
         (directory / str(process.pid)).symlink_to(f"/proc/{process.pid}")
@@ -1796,11 +1815,11 @@ def hook(group: Object) -> list[str]:
 def test_worker_pre_stop_hook_signals_its_ranks(
     rendered: dict[str, Rendered], tmp_path: Path
 ) -> None:
-    """All of them, and nobody else; they stay, and it waits a moment."""
+    """The hook signals ranks only and waits over 1 s; all processes keep running."""
     with processes(RANK, RANK, "ray::ServeReplica:everlift:worker", "raylet") as pod:
         since = time.monotonic()
         leaving = leave(rendered["defaults"], "workers", tmp_path, pod)
-        assert [heard(rank) for rank in pod[:2]] == ["told"] * 2
+        assert [read_line(rank) for rank in pod[:2]] == ["signalled"] * 2
         assert leaving.wait() == 0
         assert 1.0 < time.monotonic() - since < 10.0
         assert [process.poll() for process in pod] == [None] * 4
@@ -1812,7 +1831,7 @@ def test_router_pre_stop_hook_waits_for_the_router(
 ) -> None:
     with processes(ROUTER, "ray::ServeReplica:everlift:worker") as [router, other]:
         leaving = leave(rendered["defaults"], "routers", tmp_path, [router, other], 0, 60)
-        assert heard(router) == "told"
+        assert read_line(router) == "signalled"
         with pytest.raises(subprocess.TimeoutExpired):
             leaving.wait(0.5)
         router.communicate()
@@ -1825,7 +1844,7 @@ def test_router_pre_stop_hook_stops_waiting_at_its_limit(
 ) -> None:
     with processes(ROUTER) as [router]:
         assert leave(rendered["defaults"], "routers", tmp_path, [router], 0, 2).wait(20.0) == 0
-        assert (heard(router), router.poll()) == ("told", None)
+        assert (read_line(router), router.poll()) == ("signalled", None)
 
 
 def test_router_pre_stop_hook_returns_without_a_router(
@@ -1847,12 +1866,12 @@ def test_router_pre_stop_hook_returns_without_a_router(
 def test_chart_router_grace_period_covers_the_drain(
     helm: Helm, config: Object, drain: float
 ) -> None:
-    """The hook counts as well, and in the end Ray has some seconds."""
+    """The grace period also covers the hook, and leaves 10 s to Ray."""
     release = helm.render({"config": config})
     assert settings.load(Config, release.settings).router.drain == drain
     group = release.group("routers")
     before, at_most = map(int, hook(group)[-2:])
-    # As much as Serve gives it.
+    # Serve waits 5 s longer than the drain as well.
     assert at_most >= drain + 5
     assert group["template"]["spec"]["terminationGracePeriodSeconds"] >= before + at_most + 10
 

@@ -19,9 +19,9 @@ from cluster.ray.ray_cluster import RayCluster
 from everlift import logs
 from tests.support.router.restored_logging import restored_logging
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of Ray
 
-#: As Serve 2.60 says it, cut in the middle.
+#: Message of Serve 2.60, shortened in the middle.
 TRACEBACK = """\
 The deployment failed to start 3 times in a row. See controller logs for details. Error:
 ray::ServeReplica:everlift:router.initialize_and_get_metadata() (pid=31696, ip=127.0.0.1)
@@ -51,7 +51,7 @@ def says(
     message: str = "",
     **deployments: tuple[str, str],
 ) -> None:
-    """Serve, one after the other; it has a status and a message of each of ``deployments``."""
+    """Make Serve report one status after another, with ``deployments`` as (status, message)."""
     said = iter(statuses)
     found = {
         name: SimpleNamespace(status=status, message=message)
@@ -93,8 +93,8 @@ async def test_ray_cluster_failed_start_has_a_one_line_cause(
     cluster: RayCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     error = "Deploying application everlift failed: Failed to update the deployments ['router']."
-    told = {"router": ("DEPLOY_FAILED", TRACEBACK), "worker": ("UPDATING", "")}
-    says(monkeypatch, ["DEPLOYING", "DEPLOY_FAILED"], error, **told)
+    statuses = {"router": ("DEPLOY_FAILED", TRACEBACK), "worker": ("UPDATING", "")}
+    says(monkeypatch, ["DEPLOYING", "DEPLOY_FAILED"], error, **statuses)
     with restored_logging(), pytest.raises(ClusterFailed) as failed:
         logs.configure("up", path=tmp_path / "logs" / "up.log")
         await started(cluster)
@@ -126,6 +126,6 @@ async def test_ray_cluster_refuses_two_routers_on_one_node(tmp_path: Path) -> No
 
 
 def test_replicas_hook_allows_environments_without_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As in the environment of vLLM, where only ranks run.
+    # The environment of vLLM has no Serve, because only ranks run in it.
     monkeypatch.setitem(sys.modules, "ray.serve._private", None)
     local_ray.bind_replicas()
