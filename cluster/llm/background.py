@@ -17,6 +17,7 @@ from cluster.llm.completion import Completion
 from cluster.llm.worker import LocalWorker, Show, Task
 from cluster.model import fetched
 from cluster.threads import threads_per_rank
+from everlift.adapters import parse_adapters
 from router.requests.tokenizer import ServedModel
 
 
@@ -89,6 +90,9 @@ class Background:
             sampling_defaults=config.router.sampling_defaults,
         )
         model.clamps_max_tokens = config.router.clamp_max_tokens
+        model.max_images = config.router.max_images
+        model.max_image_bytes = config.router.max_image_bytes
+        model.set_adapters(parse_adapters(config.adapters))
         self._worker = LocalWorker(config, model.tokenizer)
         try:
             info = await self._worker.start()

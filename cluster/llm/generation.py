@@ -15,6 +15,7 @@ from everlift.messages import FinishReason, Request
 from everlift.sampling import SamplingParams, TokenLogprobs
 from everlift.text import Tokenizer
 from everlift.v1 import session_pb2
+from router.requests.messages import first_start
 from router.requests.request import Output
 
 _FINISHED_BY = {
@@ -45,15 +46,13 @@ class Generation:
         """Return the messages that start the request at the worker, one for each choice."""
         request = self.request
         return [
-            session_pb2.Start(
-                epoch=self.epoch,
-                choice=choice,
-                request_id=request.request_id,
-                prompt_ids=request.prompt_ids,
-                max_tokens=request.max_tokens,
-                sampling=self._sampling(choice).to_proto(),
-                stop_token_ids=request.stop_token_ids,
-                salt=request.salt,
+            first_start(
+                request,
+                self.epoch,
+                choice,
+                request.prompt_field or request.prompt_ids,
+                self._sampling(choice),
+                has_images=choice == 0,
             )
             for choice in range(request.n)
         ]

@@ -14,9 +14,12 @@ import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
+
+from pydantic import ValidationError
 
 from cluster.bar import bar
 from cluster.config import Config
@@ -51,8 +54,17 @@ class LLM:
         supported, and any error of building the engine.
         """
         worker = settings.load(WorkerConfig, overrides)
-        revision = worker.model_revision
-        self._open(Config(model=str(model), model_revision=revision, worker=worker))
+        try:
+            config = Config(
+                model=str(model),
+                model_revision=worker.model_revision,
+                adapters=worker.adapters,
+                # Config completes the worker's adapters with absolute paths.
+                worker=replace(worker, adapters=()),
+            )
+        except ValidationError as error:
+            raise settings.to_settings_error(Config, error) from None
+        self._open(config)
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -155,12 +167,13 @@ class LLM:
         ]
 
     def _task(self, prompt: Prompt, options: GenerateOptions) -> Task:
-        message = submission_message(prompt, options)
+        message, model = submission_message(prompt, options), self._models.first
         submission = Submission.from_proto(
             message,
             message.request_id,
             secrets.randbits(63),
-            sampling_defaults=self._models.first.sampling_defaults,
+            sampling_defaults=model.sampling_defaults,
+            adapters=model.adapter_digests,
         )
         return Task(self._models.resolve(submission), submission.timeout_s)
 

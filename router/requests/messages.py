@@ -28,27 +28,49 @@ def start(
     num_omitted = len(prefix) * CHUNK_SIZE
     num_prompt = min(num_omitted, len(request.prompt_ids))
     num_output = num_omitted - num_prompt
-    omitted = (
-        session_pb2.OmittedPrefix(hash=prefix[-1], num_prompt=num_prompt, num_output=num_output)
-        if prefix
-        else None
+    message = first_start(
+        request,
+        live.epoch,
+        choice.index,
+        _prompt_ids(request, num_prompt),
+        _sampling(live, choice),
+        has_images=has_images,
     )
+    message.output_ids.extend(choice.output.tokens[num_output:])
+    message.num_computed = _num_computed(live, choice)
+    message.predicted_tokens = live.prediction.length.expected_remaining(0, request.max_tokens)
+    message.confirm_first_step = live.confirms_first_step
+    if prefix:
+        message.expected_cached_tokens = live.expected_cached_tokens
+        message.omitted_prefix.hash = prefix[-1]
+        message.omitted_prefix.num_prompt = num_prompt
+        message.omitted_prefix.num_output = num_output
+    return message
+
+
+def first_start(
+    request: Request,
+    epoch: int,
+    choice: int,
+    prompt_ids: Sequence[int],
+    sampling: SamplingParams,
+    *,
+    has_images: bool = True,
+) -> session_pb2.Start:
+    """Return the message that makes a worker start a choice without earlier output.
+
+    ``prompt_ids`` and ``sampling`` are those of the message; ``has_images`` is that of ``start``.
+    """
     return session_pb2.Start(
-        epoch=live.epoch,
-        choice=choice.index,
+        epoch=epoch,
+        choice=choice,
         request_id=request.request_id,
-        prompt_ids=_prompt_ids(request, num_prompt),
-        output_ids=choice.output.tokens[num_output:],
+        prompt_ids=prompt_ids,
         max_tokens=request.max_tokens,
-        sampling=_sampling(live, choice).to_proto(),
+        sampling=sampling.to_proto(),
         stop_token_ids=request.stop_token_ids,
         salt=request.salt,
-        num_computed=_num_computed(live, choice),
         priority=request.priority,
-        predicted_tokens=live.prediction.length.expected_remaining(0, request.max_tokens),
-        confirm_first_step=live.confirms_first_step,
-        expected_cached_tokens=live.expected_cached_tokens if prefix else 0,
-        omitted_prefix=omitted,
         session=request.session,
         adapter=request.adapter,
         adapter_digest=request.adapter_digest,
