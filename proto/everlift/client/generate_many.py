@@ -14,13 +14,14 @@ from everlift.client.output_reader import DEADLINE_MARGIN_S, OutputReader, cance
 from everlift.client.received_output import Chunk, ReceivedOutput
 from everlift.client.retries import Deadline, Retries, RetryBudget
 from everlift.client.routers import Metadata, Routers
-from everlift.errors import Cancelled, EverliftError, Unreachable, from_slug
+from everlift.errors import Cancelled, EverliftError, MessageTooLarge, Unreachable, from_slug
 from everlift.messages import MAX_REQUESTS, FinishReason
 from everlift.sampling import TokenLogprobs
 from everlift.v1 import inference_pb2 as pb
 
 #: Maximum total size in bytes of the requests that one call carries. The size is far below the
-#: limit of any router. A request that is larger by itself is sent in a call of its own.
+#: default limit of routers; requests that exceed a router's limit together are sent in several
+#: calls. A request that is larger by itself is sent in a call of its own.
 _MAX_BYTES = 1 << 20
 #: Number of chunks that are buffered for the reader; further chunks stay with the routers.
 _MAX_BUFFERED_CHUNKS = 64
@@ -228,7 +229,7 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
                 await self._has_ended.wait()
             part = self._next_part(num_free)
             self._in_flight.update(part)
-            self._tasks.create_task(self._run_part(part))
+            self._tasks.create_task(self._run_part(part, Deadline(self._timeout_s)))
 
     def _next_part(self, num_free: int) -> dict[int, _PendingRequest]:
         part: dict[int, _PendingRequest] = {}
@@ -241,14 +242,13 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
             part[each.index] = each
         return part
 
-    async def _run_part(self, part: dict[int, _PendingRequest]) -> None:
+    async def _run_part(self, part: dict[int, _PendingRequest], deadline: Deadline) -> None:
         """Send the requests of ``part`` in one GenerateMany call; retry until ``part`` is empty.
 
         If the call breaks, each request that a router had accepted continues in a separate task
-        with its own call. The others are sent again together. The method does not wait for the
-        separate tasks.
+        with its own call. The others are sent again together, or in two calls if the message was
+        too large for the router. The method does not wait for the separate tasks.
         """
-        deadline = Deadline(self._timeout_s)
         budget = self._budget(deadline)
         while part:
             router = self._routers.current
@@ -258,8 +258,18 @@ class ManyStream(AsyncIterator[tuple[int, Chunk]]):
                 for each in tuple(part.values()):
                     if each.reception.is_accepted:
                         self._move_to_own_call(part, each, deadline, error, router)
+                if isinstance(error, MessageTooLarge) and len(part) > 1:
+                    self._split(part, deadline)
                 if part:
                     await self._wait(part, budget, error, router)
+
+    def _split(self, part: dict[int, _PendingRequest], deadline: Deadline) -> None:
+        """Move the requests of ``part`` to two separate tasks with a call each."""
+        requests = list(part.items())
+        part.clear()
+        half = len(requests) // 2
+        for some in (requests[:half], requests[half:]):
+            self._tasks.create_task(self._run_part(dict(some), deadline))
 
     async def _wait(
         self,

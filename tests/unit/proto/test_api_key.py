@@ -1,4 +1,4 @@
-"""A client's credential goes with every call, and nowhere else."""
+"""A client's API key is sent with every call and appears nowhere else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def wire(request: pytest.FixtureRequest) -> Wire:
 
 
 async def test_api_key_is_sent_with_every_call(wire: Wire) -> None:
-    """The router would refuse one without; a fault is refused for another reason."""
+    """The router rejects calls without the key; the fault is rejected for another reason."""
     async with wire.router(faults=[Break(1), Break(0)], api_key=KEY) as router:
         async with wire.client(router, api_key=KEY) as client:
             assert await client.generate("a b", request_id="r").text() == "a b"

@@ -1,4 +1,4 @@
-"""When to try again."""
+"""Delays and time limits of retries."""
 
 import pytest
 
@@ -7,14 +7,14 @@ from everlift.client.retries import Backoff
 
 def test_backoff_doubles_to_200_ms_and_is_1_s_after_3_s() -> None:
     backoff = Backoff(100.0, lambda: 1.0)
-    moments = [10.0, 10.1, 10.2, 10.4, 12.9, 13.0, 20.0]
-    assert [backoff.delay(at) for at in moments] == [0.05, 0.1, 0.2, 0.2, 0.2, 1.0, 1.0]
+    times = [10.0, 10.1, 10.2, 10.4, 12.9, 13.0, 20.0]
+    assert [backoff.delay(at) for at in times] == [0.05, 0.1, 0.2, 0.2, 0.2, 1.0, 1.0]
 
 
 def test_backoff_ramps_up_slowly_for_rare_failures() -> None:
     backoff = Backoff(100.0, lambda: 1.0)
-    moments = [0.0, 5.0, 10.0, 15.0, 20.0, 25.0]
-    assert [backoff.delay(at) for at in moments] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0]
+    times = [0.0, 5.0, 10.0, 15.0, 20.0, 25.0]
+    assert [backoff.delay(at) for at in times] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0]
 
 
 def test_backoff_jitter_removes_at_most_half_of_delay() -> None:

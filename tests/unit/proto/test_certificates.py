@@ -1,4 +1,4 @@
-"""Files of certificates: what is wrong with them is said, and what changes in them is noticed."""
+"""Certificate files: errors that name the cause, and reloads of changed files."""
 
 import asyncio
 import logging
@@ -120,7 +120,7 @@ def test_pem_ignores_partial_update_and_logs_it_once(
     cert.write_bytes(whole[: len(whole) // 2])
     assert files.current() is files.current() is before
     assert said() == ["ERROR"]
-    # Whole by now, but its key is still the old one.
+    # The certificate is complete now, but the key is still the old one.
     cert.write_bytes(whole)
     assert files.current() is files.current() is before
     assert said() == ["ERROR", "ERROR"]
@@ -152,7 +152,7 @@ def test_reloaded_rereads_file_changed_during_read(tmp_path: Path) -> None:
 
 @asynccontextmanager
 async def greeting(context: ssl.SSLContext) -> AsyncIterator[int]:
-    """A server's port. It greets whoever comes in."""
+    """Run a TLS server that greets each client; yield its port."""
 
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"hello")
@@ -165,13 +165,13 @@ async def greeting(context: ssl.SSLContext) -> AsyncIterator[int]:
 
 
 async def names(port: int, tls: Tls, protocols: tuple[str, ...] = ()) -> tuple[str, str | None]:
-    """Return the name of the server and the agreed protocol. Raises OSError."""
+    """Return the server's name and the negotiated protocol; raises OSError."""
     context = certificates.client_context(tls).current()
     if protocols:
         context.set_alpn_protocols(protocols)
     reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
     try:
-        # Whether the server takes a certificate is known behind the handshake.
+        # The server accepts or rejects a client certificate only after the handshake.
         if await reader.read(5) != b"hello":
             raise ConnectionResetError
         shown = writer.get_extra_info("peercert")

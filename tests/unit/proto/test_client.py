@@ -341,7 +341,7 @@ ABC = (
 
 
 async def choices(wire: Wire, *faults: Fault | None) -> tuple[list[str], Stream, list[str]]:
-    """The texts of three choices under a script of faults, their stream, and its calls."""
+    """Return the texts of three choices under a script of faults, their stream and its calls."""
     async with wire.router(lambda _: ABC, faults) as router:
         async with wire.client(router, reconnect_s=5.0) as client:
             stream = client.generate(PROMPT, n=3)
@@ -433,7 +433,7 @@ async def test_attach_continues_after_received_tokens(wire: Wire) -> None:
         received = [tokens[0][:1], tokens[1][:0], tokens[2][:2]]
         rest = await client.attach(request_id, received=received).texts()
         assert rest == await client.attach(request_id, [1, 0, 2]).texts()
-        # Who has other tokens, or more than there are, hears of it.
+        # Different tokens, or more than exist, are data loss.
         for received in ([[*tokens[0][:1], 999]], [[*tokens[0], 5, 5, 5]]):
             with pytest.raises(everlift.DataLoss):
                 await client.attach(request_id, received=received).text()
@@ -451,7 +451,7 @@ async def test_stream_is_readable_after_read_timeout(wire: Wire) -> None:
 
 
 async def test_stream_read_timeout_is_no_router_failure(wire: Wire) -> None:
-    """Without retries, the first failure would end the stream."""
+    """Retries are disabled, so the first failure would end the stream."""
     async with wire.router(faults=[Hold(0)] * 3) as router:
         async with wire.client(router, reconnect_s=0) as client:
             stream = client.generate(PROMPT)
@@ -746,7 +746,7 @@ async def test_blocking_client_close_ends_calls_of_other_threads(wire: Wire) -> 
 async def test_stream_raises_data_loss_for_diverged_tokens(
     wire: Wire, offset: int, word: str
 ) -> None:
-    """The router has made again what it lost: one token is another one, or missing."""
+    """The router has regenerated lost tokens, of which one differs or is missing."""
     async with wire.router(faults=[Break(offset)]) as router:
         async with wire.client(router) as client:
             stream = client.generate(PROMPT)

@@ -29,7 +29,7 @@ BLOCKS = [
     for number, block in enumerate(
         re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(), re.DOTALL)
     )
-    # Some are of other clients.
+    # Some examples are for other clients.
     if path != "README.md" or "from everlift " in block
 ]
 

@@ -1,4 +1,4 @@
-"""The client with an event loop and the one without offer the same."""
+"""The asynchronous and the blocking client offer the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from everlift import (
 from everlift.v1 import admin_pb2, inference_pb2
 
 PAIRS = [(AsyncClient, Client), (Stream, BlockingStream), (ManyStream, BlockingManyStream)]
-#: What is called otherwise where nothing is awaited.
+#: Names of the blocking client for those of the asynchronous one.
 NAMES = {
     "aclose": "close",
     "__aiter__": "__iter__",
@@ -42,7 +42,7 @@ def surface(kind: type) -> dict[str, Any]:
 
 
 def blocking(function: Callable[..., Any]) -> tuple[list[inspect.Parameter], Any]:
-    """Parameters and result of what an asynchronous method is without an event loop."""
+    """Return parameters and result of the blocking counterpart of an asynchronous method."""
     hints = typing.get_type_hints(function)
     result = hints.pop("return", None)
     return list(inspect.signature(function).parameters.values()), TYPES.get(result, result)

@@ -1,4 +1,4 @@
-"""Errors in google.rpc's words: its own classes read ours, ours read its, and all of it fits."""
+"""Errors as google.rpc details: exchange with Google's classes, and limits of size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def google(error: EverliftError) -> status_pb2.Status:
 
 
 def unpacked(status: status_pb2.Status, kind: type[Any]) -> Any:
-    """Return a detail as google's libraries find it."""
+    """Return a detail as Google's libraries decode it."""
     [detail] = [it for it in status.details if it.Is(kind.DESCRIPTOR)]
     message = kind()
     assert detail.Unpack(message)

@@ -24,7 +24,7 @@ from tests.support.ledger.ledgers import make_request
 from tests.support.router.journal_support import WatchedJournal
 
 CAME = 5000.0
-#: The ledger's clock when the gateway's is at 0.
+#: Time of the ledger's clock when the gateway's is 0.
 LEDGER = 1e9
 
 
@@ -55,7 +55,7 @@ def journal(attempts: int = 1, names: int = 0) -> Journal:
     return made
 
 
-def told(of: Journal, now: float, attempts: int = 1) -> pb.Explanation:
+def explain(of: Journal, now: float, attempts: int = 1) -> pb.Explanation:
     prediction = Prediction(LengthDistribution(7.0), output_tokens=7)
     return explained(of.snapshot(now), entry(attempts=attempts), make_request(), prediction, 0.5, 3)
 
@@ -69,7 +69,7 @@ def seconds(explanation: pb.Explanation) -> float:
 
 
 def test_explanation_has_predictions_and_outcome() -> None:
-    explanation = told(journal(), CAME + 6)
+    explanation = explain(journal(), CAME + 6)
     assert explanation.total_s == seconds(explanation) == 6.0
     assert (explanation.predicted_output_tokens, explanation.output_tokens) == (7, 4)
     assert explanation.predicted_ttft_s == 0.5 and not explanation.HasField("ttft_s")
@@ -79,19 +79,19 @@ def test_explanation_has_predictions_and_outcome() -> None:
 
 @pytest.mark.parametrize("attempts, names", [(1, 0), (1, 8), (3, 8), (8, 8), (64, 8)])
 def test_packed_explanation_is_bounded_and_sums_up(attempts: int, names: int) -> None:
-    explanation = told(journal(attempts, names), CAME + 1000, attempts)
+    explanation = explain(journal(attempts, names), CAME + 1000, attempts)
     data = packed(explanation)
     assert len(data) <= MAX_BYTES
     read = pb.Explanation.FromString(data)
     assert seconds(read) == pytest.approx(read.total_s) == pytest.approx(1000.0)
     assert read.dropped_attempts + len(read.attempts) == attempts
-    # Names go before attempts do, and those of who came later first.
+    # Ids of other requests are dropped before attempts, those of newcomers and occupants first.
     assert read.attempts and (read.dropped_attempts == 0) == (attempts <= 8)
     assert len(read.attempts[-1].neighbours) == names
 
 
 def test_packed_explanation_drops_earliest_attempts() -> None:
-    explanation = told(journal(8), CAME + 1000, 8)
+    explanation = explain(journal(8), CAME + 1000, 8)
     for attempt in explanation.attempts:
         attempt.worker_id = "w" * 600
     read = pb.Explanation.FromString(packed(explanation))
@@ -100,7 +100,7 @@ def test_packed_explanation_drops_earliest_attempts() -> None:
 
 
 def test_stored_explanation_adds_time_from_ledger_events() -> None:
-    data = packed(told(journal(), CAME + 6))
+    data = packed(explain(journal(), CAME + 6))
     over = replace(entry(State.FINISHED), finish_reasons=(FinishReason.STOP,))
     events = (Event(over.arrived, "open", "g"), Event(LEDGER + CAME + 6.5, "finish", ""))
     explanation = stored_explanation(stored(data, over, LEDGER + 1e6), events)
@@ -120,12 +120,12 @@ def test_stored_explanation_is_built_from_events_alone() -> None:
 def test_resumed_journal_continues_that_of_last_gateway() -> None:
     first = journal()
     first.readable(CAME + 4)
-    data = packed(told(first, CAME + 6))
-    heir = resumed_journal(stored(data, entry(), LEDGER + CAME + 16), now=77.0)
+    data = packed(explain(first, CAME + 6))
+    resumed = resumed_journal(stored(data, entry(), LEDGER + CAME + 16), now=77.0)
     message = session_pb2.Dispatched(worker_id="x", attempt=3, bypassed=1)
-    heir.dispatched(message, 10, (), NO_CONNECTION, 80.0)
-    heir.end_attempt(FINISHED, 81.0)
-    explanation = told(heir, 81.0)
+    resumed.dispatched(message, 10, (), NO_CONNECTION, 80.0)
+    resumed.end_attempt(FINISHED, 81.0)
+    explanation = explain(resumed, 81.0)
     assert explanation.total_s == pytest.approx(20.0) == pytest.approx(seconds(explanation))
     by_kind = {span.kind: span.seconds for span in explanation.spans}
     assert by_kind[pb.SPAN_KIND_OTHER] == pytest.approx(10.0)
@@ -135,18 +135,18 @@ def test_resumed_journal_continues_that_of_last_gateway() -> None:
 
 
 def test_resumed_journal_keeps_count_of_dropped_attempts() -> None:
-    first = told(journal(12), CAME + 100, attempts=12)
-    heir = resumed_journal(
+    first = explain(journal(12), CAME + 100, attempts=12)
+    resumed = resumed_journal(
         stored(packed(first), entry(attempts=12), LEDGER + CAME + 101), now=101.0
     )
-    explanation = told(heir, 102.0, attempts=12)
+    explanation = explain(resumed, 102.0, attempts=12)
     assert explanation.dropped_attempts + len(explanation.attempts) == 12
     for attempt in range(13, 13 + 9):
         message = session_pb2.Dispatched(worker_id="x", attempt=attempt)
-        heir.dispatched(message, 10, (), NO_CONNECTION, 103.0)
-        heir.end_attempt("moved", 104.0)
-        heir.requeued(105.0)
-    explanation = told(heir, 110.0, attempts=21)
+        resumed.dispatched(message, 10, (), NO_CONNECTION, 103.0)
+        resumed.end_attempt("moved", 104.0)
+        resumed.requeued(105.0)
+    explanation = explain(resumed, 110.0, attempts=21)
     assert explanation.dropped_attempts + len(explanation.attempts) == 21
     assert explanation.bypassed == 2 * 12
     assert seconds(explanation) == pytest.approx(explanation.total_s)
@@ -162,9 +162,9 @@ def test_explanation_json_has_start_of_each_span() -> None:
         pb.Span(kind=pb.SPAN_KIND_DECODE, seconds=0.5, attempt=1),
     ]
     explanation = pb.Explanation(request_id="r", state=pb.REQUEST_STATE_FAILED, spans=spans)
-    told = as_json(explanation)
-    assert told["state"] == "failed"
-    assert told["spans"] == [
+    output = as_json(explanation)
+    assert output["state"] == "failed"
+    assert output["spans"] == [
         {"kind": "queue", "start_s": 0.0, "seconds": 0.25, "attempt": 1},
         {"kind": "decode", "start_s": 0.25, "seconds": 0.5, "attempt": 1},
     ]

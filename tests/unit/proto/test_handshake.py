@@ -1,10 +1,10 @@
-"""Causes of failed connections, in place of gRPC's texts."""
+"""Causes of failed connections, which replace gRPC's texts."""
 
 import pytest
 
 from everlift.channels import refusal
 
-#: As gRPC 1.85 says it.
+#: Texts of gRPC 1.85.
 FAILED = "failed to connect to all addresses; last error: "
 VERIFICATION = (
     "UNKNOWN: ipv4:127.0.0.1:1: Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: "

@@ -1,4 +1,4 @@
-"""Numbers of sessions, as they are on the wire."""
+"""Session keys of the wire contract."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from everlift.hashes import session_key
 
 
 def test_session_key_is_the_wire_contracts() -> None:
-    """Another router may compute it by another release."""
+    """Routers of different releases must compute the same key."""
     digest = hashlib.sha256("acme/talk-é".encode()).digest()
     assert session_key("acme", "talk-é") == int.from_bytes(digest[:8], "little")
     assert session_key("", "talk-7") == 0x9CA96416FD4A34C0

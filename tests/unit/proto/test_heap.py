@@ -19,7 +19,7 @@ assert len(gc.get_objects()) < 1000
 assert gc.garbage == []
 assert gc.get_threshold()[:2] == before[:2]
 assert gc.get_threshold()[2] > before[2]
-# What is young is looked through as before.
+# Young objects are collected as before.
 for n in range(2 * before[0]):
     loop = []
     loop.append(loop)
@@ -42,11 +42,11 @@ with heap.pause_gc():
 assert gc.isenabled() and gc.get_freeze_count() == 0
 assert len(gc.get_objects(generation=0)) < 1000
 assert sum(each["collections"] for each in gc.get_stats()) == passes
-# What has become garbage since is found.
+# Objects that became garbage since are collected.
 kept.append(kept)
 del kept
 assert gc.collect() > 5000
-# Who has it off, or has frozen what is old, finds it so.
+# The collector stays disabled, and frozen objects stay frozen.
 gc.disable()
 gc.freeze()
 frozen = gc.get_freeze_count()

@@ -17,7 +17,7 @@ from router.api.opened import Opened
 from router.requests.stream import RelayedSource
 from tests.support.router.gateway_support import started_gateway, until
 
-#: Of one request.
+#: Source of one request's pieces.
 Script = Callable[[], AsyncIterator[pb.GenerateResponse]]
 
 
@@ -49,7 +49,7 @@ class Requests:
 
 
 class Relayed(AsyncIterator[pb.GenerateResponse]):
-    """Pieces as they come from another router."""
+    """Pieces as relayed from another router; their number and the close are recorded."""
 
     def __init__(
         self, requests: Requests, name: str, pieces: AsyncIterator[pb.GenerateResponse]

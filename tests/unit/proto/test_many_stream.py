@@ -17,6 +17,7 @@ from everlift import (
     FinishReason,
     InvalidRequest,
     ManyStream,
+    MessageTooLarge,
     NotUtf8,
     QueueFull,
     RequestConflict,
@@ -114,7 +115,7 @@ async def test_generate_many_survives_break_at_any_offset(
 async def test_generate_many_reattaches_each_request_after_break(wire: Wire) -> None:
     got, calls = await texts(wire, Break(2), Break(2))
     assert got == PROMPTS
-    # The one that is asked for first breaks again.
+    # The first Attach breaks again.
     assert calls[0] == "GenerateMany 3"
     assert sorted(calls[1:]) in (
         ["Attach 2", "Attach 2", "Attach 2"],
@@ -151,6 +152,18 @@ async def test_generate_many_call_refusal_fails_every_request(wire: Wire) -> Non
     got, calls = await texts(wire, Refuse(Unauthenticated("who?")))
     assert [type(each) for each in got] == [Unauthenticated] * 3
     assert calls == ["GenerateMany 3"]
+
+
+async def test_generate_many_halves_call_that_is_too_large(wire: Wire) -> None:
+    got, calls = await texts(wire, Refuse(MessageTooLarge()))
+    assert got == PROMPTS
+    assert (calls[0], sorted(calls[1:])) == ("GenerateMany 3", ["GenerateMany 1", "GenerateMany 2"])
+
+
+async def test_generate_many_request_too_large_by_itself_fails(wire: Wire) -> None:
+    got, calls = await texts(wire, *[Refuse(MessageTooLarge())] * 5)
+    assert [type(each) for each in got] == [MessageTooLarge] * 3
+    assert sorted(calls) == ["GenerateMany 1"] * 3 + ["GenerateMany 2", "GenerateMany 3"]
 
 
 async def test_generate_many_gap_is_data_loss_of_one_request(wire: Wire) -> None:
@@ -292,7 +305,7 @@ async def test_generate_many_slow_reader_applies_backpressure(wire: Wire) -> Non
         await client.generate_many(["a", "b"], request_id="fast").texts()
         async with client.generate_many(["a", "b"], request_id="slow") as stream:
             await anext(stream)
-            # In such a time a reader who does read has everything.
+            # A reader without pauses receives everything in this time.
             await asyncio.sleep(2 * (now() - began))
             assert not stream.outcomes
             assert router.requests["slow:0"].state == pb.REQUEST_STATE_RUNNING

@@ -1,4 +1,4 @@
-"""Locations of a model's files: directories, and repositories of a hub through the cache."""
+"""Locations of a model's files: directories, and cached repositories of a hub."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def fetched(revision: str = "", *, weights: bool = True) -> set[str]:
-    """The names of what is there after a fetch."""
+    """Fetch the model and return the names of its files."""
     await fetch(NAME, revision, weights=weights)
     return {path.name for path in locate(NAME, revision, weights=weights).iterdir()}
 
 
 async def refusal(revision: str = "", name: str = NAME) -> str:
-    """Why there are no files."""
+    """Return the error message of a failed fetch."""
     with pytest.raises(ModelUnavailable) as caught:
         await fetch(name, revision, weights=True)
     message = str(caught.value)
@@ -260,10 +260,10 @@ async def test_fetch_error_names_full_disk(hub: Hub, monkeypatch: pytest.MonkeyP
 
 async def test_fetch_reports_progress_in_bytes(hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
     hub.push(NAME, ONE_FILE)
-    told: list[tuple[int, int]] = []
-    await fetch(NAME, weights=True, progress=lambda done, total: told.append((done, total)))
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert (2000, 2000) in told
+    reported: list[tuple[int, int]] = []
+    await fetch(NAME, weights=True, progress=lambda done, total: reported.append((done, total)))
+    assert [done for done, _ in reported] == sorted(done for done, _ in reported)
+    assert (2000, 2000) in reported
     assert capfd.readouterr() == ("", "")
 
 

@@ -1,4 +1,4 @@
-"""Models of package indexes, from an index that is a directory."""
+"""Models from package indexes; here the index is a directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress is shown in the log now and then, and on a terminal by a bar."""
+"""Progress in the log at intervals, and as a bar on a terminal."""
 
 import logging
 import os
@@ -52,7 +52,7 @@ def test_progress_without_work_draws_no_bar(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def _read_to_the_end(terminal: int) -> Iterator[bytes]:
-    """A read brings what has come through so far; the end of the other side is an error."""
+    """Yield output of a terminal until its other end is closed, which is a read error."""
     with os.fdopen(terminal, "rb", buffering=0) as shown:
         try:
             while piece := shown.read(65536):

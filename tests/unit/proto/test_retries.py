@@ -125,8 +125,10 @@ async def test_refused_submission_is_retried_under_its_id() -> None:
 
 
 class Crowded(FakeRouter):
-    """Says the name of what is submitted, and after ``wait_s`` seconds in the queue that there is
-    no room, as often as there are ``refusals``."""
+    """Router that accepts each request and then, after ``wait_s`` seconds, raises the next refusal.
+
+    After the last of the ``refusals`` it serves normally.
+    """
 
     def __init__(self, transport: FakeTransport, *refusals: EverliftError, wait_s: float) -> None:
         super().__init__(transport=transport)

@@ -1,4 +1,4 @@
-"""The loader of settings."""
+"""Loading of settings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from everlift.step_fit import FittedStepTime
 from everlift.step_time import Roofline, StepSize
 
-#: An 8B model on a large GPU, about.
+#: Approximate values of an 8B model on a large GPU.
 ROOFLINE = Roofline(
     overhead_s=1e-3, weights_s=4.4e-3, token_s=2.4e-5, kv_token_s=3.6e-8, pair_s=1e-10
 )
@@ -23,7 +23,7 @@ def decode(num_rows: int, known: float = 500.0) -> StepSize:
 
 
 def prefill(num_rows: int, chunk: int, known: float = 500.0) -> StepSize:
-    """A prompt's chunk beside rows that decode."""
+    """Return the size of a step with a prompt's chunk beside decode rows."""
     beside = decode(num_rows, known)
     pairs = beside.num_pairs + chunk * (chunk + 1) / 2
     return StepSize(num_rows + 1, num_rows + chunk, beside.kv_tokens + chunk, pairs)

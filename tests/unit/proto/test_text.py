@@ -145,7 +145,7 @@ def test_stop_matcher_emits_nothing_after_match() -> None:
 def test_equal_stop_strings_share_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And no longer than these. Each text ends by itself."""
+    """The memory is freed with the last of them, and each text matches independently."""
     made: list[str] = []
     add = StopAutomaton._add
 

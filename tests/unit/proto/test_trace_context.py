@@ -1,4 +1,4 @@
-"""W3C Trace Context: what is one, and what is none."""
+"""Valid and invalid headers of W3C Trace Context."""
 
 from __future__ import annotations
 
