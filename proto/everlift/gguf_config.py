@@ -24,6 +24,7 @@ _NO_SCALING = "none"
 _MAX_INTEGER = (1 << 31) - 1
 _TOKENIZER, _TOKENS = "tokenizer.ggml.model", "tokenizer.ggml.tokens"
 _MERGES, _SCORES = "tokenizer.ggml.merges", "tokenizer.ggml.scores"
+_TYPES = "tokenizer.ggml.token_type"
 #: Kinds of tokenizers that transformers builds from a GGUF file: SentencePiece, BPE and Unigram.
 _TOKENIZERS = ("llama", "gpt2", "t5")
 _TOKEN_ID = re.compile(r"tokenizer\.ggml\.\w+_token_id")
@@ -79,6 +80,9 @@ def check_tokenizer(header: GgufHeader) -> None:
         raise _bad_tokenizer(header, f"{_MERGES} is not a list of pairs of tokens")
     if scores is not None and not (_is_list_of(float, scores) and len(scores) == len(tokens)):
         raise _bad_tokenizer(header, f"{_SCORES} is not a list of one number for each token")
+    types = header.metadata.get(_TYPES)
+    if types is not None and not (_is_list_of(int, types) and len(types) == len(tokens)):
+        raise _bad_tokenizer(header, f"{_TYPES} is not a list of one integer for each token")
     if merges is None and kind == "gpt2":
         raise _bad_tokenizer(header, f"{_MERGES} is missing")
     if scores is None and (kind == "t5" or (merges is None and kind == "llama")):
@@ -108,6 +112,11 @@ class _Model:
         self.architecture = str(header.metadata.get("general.architecture", "(none named)"))
 
     def config(self) -> Json:
+        if self._header.metadata.get("split.count", 1) != 1:
+            raise UnsupportedGguf(
+                f"{self._header.path} is one part of a split GGUF file: merge the parts with "
+                "llama-gguf-split"
+            )
         if self.architecture not in _ARCHITECTURES:
             raise UnsupportedGguf(
                 f"{self._header.path} has architecture {short_repr(self.architecture)}; supported "
@@ -304,12 +313,12 @@ class _Model:
         tensor = self._tensor(name)
         if tensor.type != _F32 or len(tensor.shape) != 1:
             raise BadGguf(f"{self._header.path}: {name} is not a list of float32")
-        form = struct.Struct(f"<{tensor.shape[0]}f")
+        (number,) = tensor.shape
         with self._header.path.open("rb") as file:
-            if tensor.start + form.size > file.seek(0, 2):
-                raise BadGguf(f"{self._header.path} is truncated: it ends before {name}")
+            if tensor.start + 4 * number > file.seek(0, 2):
+                raise BadGguf(f"{self._header.path} is truncated: it ends before or within {name}")
             file.seek(tensor.start)
-            return list(form.unpack(file.read(form.size)))
+            return list(struct.unpack(f"<{number}f", file.read(4 * number)))
 
     def _tensor(self, name: str) -> GgufTensor:
         if name not in self._tensors:
