@@ -1,4 +1,4 @@
-"""Parts of the tests of clusters whose workers run vLLM."""
+"""Helpers of the tests of clusters whose workers run vLLM."""
 
 from __future__ import annotations
 

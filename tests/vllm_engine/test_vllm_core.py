@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import signal
+import string
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise, product
 from multiprocessing.connection import wait
 from pathlib import Path
 from queue import Queue
@@ -17,6 +19,10 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
+
+from llguidance import LLMatcher, LLTokenizer
+from vllm.v1.structured_output.backend_guidance import serialize_guidance_grammar
+from vllm.v1.structured_output.request import get_structured_output_key
 
 from everlift.end_tokens import end_token_ids
 from everlift.errors import OutOfRange
@@ -91,6 +97,24 @@ CASES: dict[str, dict[str, Any]] = {
         "grammar": Grammar(GrammarKind.EBNF, ('root ::= ("a" | "b" | " ")*',)),
         "stops": ENDS,
     },
+}
+
+
+#: Grammars with texts that fit them, and texts that do not. vLLM reads most of them otherwise.
+FITTING: dict[str, tuple[Grammar, list[str], list[str]]] = {
+    "format": (
+        Grammar(GrammarKind.JSON_SCHEMA, ('{"type": "string", "format": "password"}',)),
+        ['"x"'],
+        ["1"],
+    ),
+    "closed object": (
+        Grammar(GrammarKind.JSON_SCHEMA, ('{"properties": {"a::=": {}}, "type": "object"}',)),
+        ['{"a::=": 1}'],
+        ['{"a::=": 1, "b": 2}'],
+    ),
+    "regex": (Grammar(GrammarKind.REGEX, (r"\d+/\w",)), ["12/x"], ["\u0663/x", "1/\u00e9"]),
+    "GBNF": (Grammar(GrammarKind.EBNF, ('root ::= item "b"\nitem ::= [a-c]+',)), ["ab"], ["b"]),
+    "choice": (Grammar(GrammarKind.CHOICE, ("a", 'a"\n')), ["a", 'a"\n'], ['a"']),
 }
 
 
@@ -184,7 +208,7 @@ def test_gguf_file_is_refused_by_name() -> None:
 
 
 def test_blocks_of_another_size_are_counted_as_own_blocks() -> None:
-    # As vLLM has them for hybrids with Mamba layers, and for MLA on CPUs.
+    # vLLM uses such block sizes for hybrids with Mamba layers, and for MLA on CPUs.
     assert in_own_blocks(240, 544) == 4080 and in_own_blocks(100, BLOCK_SIZE) == 100
     assert in_own_blocks(7, 16) == 3
 
@@ -240,6 +264,36 @@ def test_allowed_tokens_beyond_the_limit_of_gpus_are_refused() -> None:
         sampling_params(more, LIMITS, on_gpu=True)
 
 
+@pytest.mark.parametrize("name", FITTING)
+def test_grammars_allow_what_the_own_engine_allows(name: str) -> None:
+    grammar, fitting, others = FITTING[name]
+    given = sequence(PROMPT, sampling=replace(GREEDY, grammar=grammar))
+    constraint = sampling_params(given, LIMITS, on_gpu=False).structured_outputs
+    assert constraint is not None
+    text = serialize_guidance_grammar(*get_structured_output_key(constraint))
+
+    def fits(output: str) -> bool:
+        matcher = LLMatcher(LLTokenizer("byte"), text, log_level=0)
+        return matcher.consume_tokens([*output.encode()]) and matcher.is_accepting()
+
+    assert [fits(it) for it in (*fitting, *others)] == [True] * len(fitting) + [False] * len(others)
+
+
+def test_logprobs_of_a_batch_have_each_requested_number(large: VllmEngine) -> None:
+    given = [
+        sequence(PROMPT, sampling=replace(GREEDY, logprobs=number, prompt_logprobs=number))
+        for number in (1, 4, 0)
+    ]
+    given.append(sequence(PROMPT))
+    collected = run(fresh(large), *given)
+    tops = [{len(it.top) for it in collected.logprobs[each.key]} for each in given]
+    assert tops == [{1}, {4}, {0}, set()]
+    scored = {it.key: {len(row.top) for row in it.prompt_logprobs} for it in collected.outcomes[:4]}
+    assert [scored[each.key] for each in given] == tops
+    most = collected.logprobs[given[1].key]
+    assert [it.top for it in collected.logprobs[given[0].key]] == [it.top[:1] for it in most]
+
+
 def test_context_is_at_most_what_the_kv_cache_holds(tiny: VllmEngine) -> None:
     assert tiny.limits.max_model_len == 10 * BLOCK_SIZE
 
@@ -291,6 +345,17 @@ def test_invalid_request_is_refused_and_others_run(large: VllmEngine) -> None:
     assert collected.of(wrong)[1] in (Stop.REFUSED, Stop.FAILED)
 
 
+def test_long_chain_of_rules_does_not_end_the_process(large: VllmEngine) -> None:
+    """The compiler would overflow a thread's stack of the default size."""
+    letters = string.ascii_letters
+    names = ["".join(each) for size in (1, 2, 3) for each in product(letters, repeat=size)][:5200]
+    rules = [f"{name}::={of}" for name, of in pairwise(names)]
+    text = "\n".join([f"root::={names[0]}", *rules, f'{names[-1]}::="x"'])
+    grammar = Grammar(GrammarKind.EBNF, (text,))
+    given = sequence(PROMPT, sampling=replace(GREEDY, grammar=grammar), stop_token_ids=ENDS)
+    assert run(fresh(large), given).of(given)[1] is Stop.EOS
+
+
 @pytest.mark.parametrize("salt", [b"", b"tenant"])
 def test_prefix_cache_is_reported_in_chunks(large: VllmEngine, salt: bytes) -> None:
     engine, tokens = fresh(large), prompt(2 * CHUNK_SIZE + 40, 11)
@@ -300,7 +365,7 @@ def test_prefix_cache_is_reported_in_chunks(large: VllmEngine, salt: bytes) -> N
     assert [changes.device.get(each) for each in hashes] == [True, True]
     chunk = changes.stored[hashes[1]]
     assert (chunk.parent, chunk.block_hashes[-1]) == (hashes[0], hashes[1])
-    # Other sequences evict it.
+    # Other sequences evict the chunks.
     gone: dict[bytes, bool] = {}
     for first in range(12):
         run(engine, sequence(prompt(2 * CHUNK_SIZE, 20 + first)))
@@ -308,7 +373,7 @@ def test_prefix_cache_is_reported_in_chunks(large: VllmEngine, salt: bytes) -> N
     assert gone[hashes[0]] is gone[hashes[1]] is False
 
 
-# The last tests, because the end of an engine leaves no other of its process usable.
+# These tests are last, because the end of an engine makes all others in its process unusable.
 @pytest.mark.parametrize("has_work", [True, False])
 def test_lost_process_is_reported_and_ends_the_others(has_work: bool) -> None:
     lost: Queue[str] = Queue()
@@ -322,5 +387,5 @@ def test_lost_process_is_reported_and_ends_the_others(has_work: bool) -> None:
                 engine.step()
     assert lost.get(timeout=20) == "a process of vLLM has ended"
     engine.close()
-    # Another thread may wait for the processes too, and then only one of the two has the status.
+    # Another thread may wait for the processes, too; only one of the two receives the exit status.
     assert wait([first.sentinel], timeout=20)

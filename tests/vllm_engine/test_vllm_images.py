@@ -140,16 +140,16 @@ def test_equal_images_share_the_prefix_cache(engine: VllmEngine) -> None:
 
 
 def test_context_ends_with_the_tokens_of_images(engine: VllmEngine) -> None:
-    images, room = (image(1),), 3
-    prompt = [*PROMPT, *[9] * (CONTEXT - len(PROMPT) - MORE_TOKENS - room)]
+    images, spare = (image(1),), 3
+    prompt = [*PROMPT, *[9] * (CONTEXT - len(PROMPT) - MORE_TOKENS - spare)]
     whole = with_images(engine, prompt, images)
     tokens, stop = run(engine, whole).of(whole)
-    assert (len(tokens), stop) == (room, Stop.LENGTH)
+    assert (len(tokens), stop) == (spare, Stop.LENGTH)
     rest = with_images(engine, prompt, images, *tokens[:2])
     assert run(engine, rest).of(rest) == (tokens[2:], Stop.LENGTH)
     assert with_images(engine, prompt, images, *tokens).stop(engine.limits) is Stop.LENGTH
     with pytest.raises(PromptTooLong):
-        with_images(engine, [*prompt, *[9] * room], images)
+        with_images(engine, [*prompt, *[9] * spare], images)
 
 
 BROKEN = {
@@ -193,7 +193,7 @@ def test_placeholder_without_image_is_harmless(engine: VllmEngine) -> None:
     assert run(engine, each).of(each)[1] is Stop.LENGTH
 
 
-def test_accounts_count_the_tokens_of_the_prompt(engine: VllmEngine) -> None:
+def test_outcomes_count_the_tokens_of_the_prompt(engine: VllmEngine) -> None:
     before = engine.load().released_blocks
     each = with_images(engine, PROMPT, (image(9, width=50),))
     outcomes = run(engine, each).outcomes

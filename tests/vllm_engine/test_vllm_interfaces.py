@@ -219,13 +219,7 @@ FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
             "extra_args",
             "_bad_words_token_ids",
         ),
-        "vllm.sampling_params:StructuredOutputsParams": (
-            "json",
-            "regex",
-            "grammar",
-            "choice",
-            "_backend",
-        ),
+        "vllm.sampling_params:StructuredOutputsParams": ("grammar", "_backend"),
     },
     "cpu_worker": {
         "vllm.v1.worker.gpu_input_batch:CachedRequestState": (

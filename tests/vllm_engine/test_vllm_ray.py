@@ -23,7 +23,7 @@ from worker.config import WorkerConfig
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="run by make test-vllm"),
-    # Ray and Serve warn of this and that of their own.
+    # Ray and Serve emit warnings of their own.
     pytest.mark.filterwarnings("ignore"),
 ]
 

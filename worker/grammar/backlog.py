@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 
 
 class Backlog:
     """Total of the predicted CPU time of all unanswered requests to grammar processes.
 
     A request is included from the time of its announcement (``Channel.expect``), even if it is sent
-    later. All methods but ``close`` must be called by a single thread.
+    later. All methods but ``close`` and ``drop`` must be called by a single thread.
     """
 
     def __init__(self) -> None:
         self._seconds = 0.0
-        self._closed: deque[Account] = deque()
+        #: cancellations by other threads, which are made when ``seconds`` is read
+        self._cancellations: deque[Callable[[], None]] = deque()
 
     @property
     def seconds(self) -> float:
-        while self._closed:
-            self._closed.popleft().cancel_all()
+        while self._cancellations:
+            self._cancellations.popleft()()
         return self._seconds
 
     def add(self, seconds: float) -> None:
@@ -27,7 +30,11 @@ class Backlog:
 
     def close(self, account: Account) -> None:
         """Remove the requests of ``account``, whose process no longer answers. Thread-safe."""
-        self._closed.append(account)
+        self._cancellations.append(account.cancel_all)
+
+    def drop(self, account: Account, matcher: int) -> None:
+        """Remove the requests of ``matcher``, whose answers are no longer needed. Thread-safe."""
+        self._cancellations.append(partial(account.cancel, matcher))
 
 
 class Account:
@@ -52,6 +59,9 @@ class Account:
         self._backlog.add(cost_s)
 
     def record_reply(self, matcher: int, cpu_s: float) -> None:
+        """Remove an answered request; an answer about a cancelled matcher is ignored."""
+        if matcher not in self._pending_s:
+            return
         self._backlog.add(-self._pending_s[matcher].popleft())
         self._cost_s[matcher] = max(cpu_s, self._cost_s.get(matcher, 0.0) / 2)
 

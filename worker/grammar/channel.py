@@ -127,17 +127,18 @@ class Channel:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def drop_matcher(self, matcher: int) -> None:
-        """Schedule the removal of ``matcher``; it is requested when ``send`` is called next.
+        """Remove ``matcher``, about which no more replies are taken.
 
-        Thread-safe, because a finalizer calls it.
+        The backlog excludes its requests from now on. The grammar process is notified when ``send``
+        is called next. Thread-safe, because a finalizer calls it.
         """
         self._dropped.append(matcher)
+        self._backlog.drop(self._account, matcher)
 
     def _send_drops(self) -> None:
         while self._dropped:
             matcher = self._dropped.popleft()
             self._replies.pop(matcher, None)
-            self._account.cancel(matcher)
             self._send(encode_request({"do": "drop", "matcher": matcher}))
 
     def _send(self, data: bytes) -> None:

@@ -95,8 +95,9 @@ def _lark(text: str) -> str:
 
 _SPACE = re.compile(r"(?:\s|#[^\n]*)*")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-_DEFINES = re.compile(r"[A-Za-z0-9_-]+(?:\s|#[^\n]*)*::=")
-_QUANTIFIER = re.compile(r"[*+?]|\{\s*([0-9]{1,9})\s*(,\s*([0-9]{1,9})?\s*)?\}")
+# Without possessive quantifiers, the search would split a row of n "#" in 2^n ways.
+_DEFINES = re.compile(r"[A-Za-z0-9_-]++(?:\s|#[^\n]*+)*+::=")
+_QUANTIFIER = re.compile(r"[*+?]|\{\s*+([0-9]{1,9})\s*+(,\s*+([0-9]{1,9})?\s*+)?\}")
 _ESCAPES = {"n": 10, "t": 9, "r": 13, "0": 0, "a": 7, "b": 8, "f": 12, "v": 11, "e": 27}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 

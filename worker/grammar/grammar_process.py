@@ -11,7 +11,6 @@ An operation that exceeds its CPU time ends the process.
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
@@ -25,15 +24,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
+from everlift.sampling import GrammarKind
 from worker.child_process import outlive_parent
-from worker.grammar.ebnf import EbnfError, lark_of_ebnf
-from worker.grammar.json_schema import NotEnforceable, lark_of_schema, parse_schema, refusal_of
+from worker.grammar.ebnf import EbnfError
+from worker.grammar.json_schema import NotEnforceable, parse_schema, refusal_of
+from worker.grammar.lark import lark_of_grammar
 from worker.grammar.launch import Budget
 from worker.grammar.messages import (
     CHUNK,
@@ -276,23 +276,25 @@ def compile_grammar(
 ) -> llguidance.LLMatcher:
     """Compile the grammar in ``texts``, and return a matcher at its beginning.
 
-    ``kind`` names the notation; only the kind "choice" has several texts. Raises NotEnforceable if
-    ``parse_schema`` refuses a JSON schema, and Refused if ``kind`` is unknown, ``lark_of_ebnf``
+    ``kind`` is the value of a GrammarKind; only the kind "choice" has several texts. Raises
+    NotEnforceable if ``parse_schema`` refuses a JSON schema, and Refused if ``lark_of_ebnf``
     rejects a GBNF grammar, or llguidance cannot compile the grammar.
     """
-    schema = parse_schema(texts[0]) if kind == "json_schema" else None
-    lark = _lark(kind, texts) if schema is None else lark_of_schema(schema)
+    try:
+        lark = lark_of_grammar(GrammarKind(kind), texts)
+    except EbnfError as error:
+        raise Refused(str(error)[:_MAX_CAUSE]) from None
     matcher = token_matcher(vocabulary, lark)
     if matcher.is_error():
-        raise Refused(_refusal(kind, schema, matcher.get_error())[:_MAX_CAUSE])
+        raise Refused(_refusal(kind, texts, matcher.get_error())[:_MAX_CAUSE])
     return matcher
 
 
-def _refusal(kind: str, schema: Any, error: str) -> str:
+def _refusal(kind: str, texts: Sequence[str], error: str) -> str:
     if (cause := _cause(error)) is None or kind not in ("json_schema", "regex"):
         return "the grammar is too large or too complex"
     if kind == "json_schema":
-        return refusal_of(schema, cause)
+        return refusal_of(parse_schema(texts[0]), cause)
     return f"the regular expression cannot be enforced: {cause}"
 
 
@@ -306,21 +308,6 @@ def _cause(error: str) -> str | None:
         if begin in cause:
             return " ".join(cause.rpartition(begin)[2].split())
     return None
-
-
-def _lark(kind: str, texts: Sequence[str]) -> str:
-    match kind:
-        case "regex":
-            # The classes \d, \w and \s match only ASCII characters, as in JSON Schema.
-            return f"start: T\nT: /{llguidance.regex_to_lark(texts[0], 'dws')}/\n"
-        case "ebnf":
-            try:
-                return lark_of_ebnf(texts[0])
-            except EbnfError as error:
-                raise Refused(str(error)[:_MAX_CAUSE]) from None
-        case "choice":
-            return f"start: T\nT: {'|'.join(map(json.dumps, texts))}\n"
-    raise Refused(f"the kind of grammar {kind} is unknown")
 
 
 def _unforeseen(error: Exception) -> bytes:

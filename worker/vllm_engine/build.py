@@ -45,8 +45,8 @@ def build_engine(
 
     Raises VllmMissing if this interpreter lacks the supported version of vLLM. Raises
     ModelUnavailable if files of the model or of adapters are missing, or if the model is a GGUF
-    file. Raises ValueError if adapters are invalid, or if vLLM cannot continue sequences on this
-    GPU. Errors of vLLM are raised too.
+    file. Raises ValueError if adapters are invalid, or if vLLM chooses its model runner V1 on a
+    GPU, which ignores the output that a continued sequence has. Errors of vLLM are raised too.
     """
     check_version()
     os.environ.update(_ENVIRONMENT)

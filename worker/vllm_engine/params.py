@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
@@ -9,9 +10,10 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output.backend_guidance import validate_guidance_grammar
 
 from everlift.errors import InvalidGrammar, InvalidRequest, OutOfRange
-from everlift.sampling import Grammar, GrammarKind
+from everlift.sampling import Grammar
 from worker.engine.limits import Limits
 from worker.engine.sequence import Sequence
+from worker.grammar.lark import lark_of_grammar
 
 #: Key of the output so far in the extra arguments of a request.
 KNOWN = "everlift_known"
@@ -24,10 +26,12 @@ _SEED_MASK = (1 << 63) - 1
 
 
 def sampling_params(sequence: Sequence, limits: Limits, *, on_gpu: bool) -> SamplingParams:
-    """Return vLLM's parameters of a sequence, for its model runner for GPUs or that for CPUs.
+    """Return the parameters with which vLLM runs a sequence.
 
-    Raises InvalidRequest if vLLM rejects them. Raises OutOfRange, an InvalidRequest, if the
-    sequence has more allowed tokens than the runner can hold.
+    ``on_gpu`` selects vLLM's model runner: the one for GPUs, or the one for CPUs. Raises
+    InvalidRequest if the grammar is invalid or vLLM rejects the parameters. Raises OutOfRange, a
+    subclass of InvalidRequest, if the sequence has more allowed tokens than the runner for GPUs can
+    hold; the one for CPUs has no such limit.
     """
     sampling = sequence.sampling
     num_allowed = len(sampling.allowed_token_ids)
@@ -67,9 +71,11 @@ def sampling_params(sequence: Sequence, limits: Limits, *, on_gpu: bool) -> Samp
         raise InvalidRequest(f"vLLM rejects the request: {error}") from None
     if params.structured_outputs is not None:
         try:
-            validate_guidance_grammar(params)
+            # In a thread, because this thread's stack may be too small for the compiler (VllmCore).
+            with ThreadPoolExecutor(1) as executor:
+                executor.submit(validate_guidance_grammar, params).result()
         except (ValueError, VLLMValidationError) as error:
-            raise InvalidGrammar(f"the grammar is invalid: {error}", field="grammar") from None
+            raise _invalid(error) from None
     if sampling.banned_sequences:
         params._bad_words_token_ids = [list(each) for each in sampling.banned_sequences]
     return params
@@ -78,16 +84,15 @@ def sampling_params(sequence: Sequence, limits: Limits, *, on_gpu: bool) -> Samp
 def _structured(grammar: Grammar | None) -> StructuredOutputsParams | None:
     if grammar is None:
         return None
-    text = grammar.texts[0]
-    match grammar.kind:
-        case GrammarKind.JSON_SCHEMA:
-            params = StructuredOutputsParams(json=text)
-        case GrammarKind.REGEX:
-            params = StructuredOutputsParams(regex=text)
-        case GrammarKind.EBNF:
-            params = StructuredOutputsParams(grammar=text)
-        case GrammarKind.CHOICE:
-            params = StructuredOutputsParams(choice=list(grammar.texts))
+    try:
+        # The client's own text means something else to vLLM than to Everlift's engine.
+        params = StructuredOutputsParams(grammar=lark_of_grammar(grammar.kind, grammar.texts))
+    except ValueError as error:
+        raise _invalid(error) from None
     # llguidance, which Everlift's own engine uses as well.
     params._backend = "guidance"
     return params
+
+
+def _invalid(error: Exception) -> InvalidGrammar:
+    return InvalidGrammar(f"the grammar is invalid: {error}", field="grammar")

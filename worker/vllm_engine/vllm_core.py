@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from worker.engine.blocks import ChunkChanges
 from worker.engine.limits import Limits
 from worker.engine.outcome import SequenceKey, Stop
 from worker.engine.sequence import Sequence as EngineSequence
+from worker.grammar.grammar_process import COMPILE_STACK_BYTES
 from worker.model.adapters import Adapter, read_adapters
 from worker.vllm_engine.core import SampledTokens, ScheduledRow, ScheduledStep
 from worker.vllm_engine.executor import WatchedExecutor
@@ -70,8 +72,9 @@ class VllmCore:
 
         ``on_failure`` is called with the cause, in another thread, if a process of the executor
         ends. Raises ModelUnavailable if files of the model or of adapters are missing, or if the
-        model is a GGUF file. Raises ValueError if adapters are invalid, or if vLLM cannot continue
-        sequences on this GPU. Errors of vLLM are raised too.
+        model is a GGUF file. Raises ValueError if adapters are invalid, or if vLLM chooses its
+        model runner V1 on a GPU, which ignores the output that a continued sequence has. Errors of
+        vLLM are raised too.
         """
         if model_files.is_gguf_model(config.model):
             raise model_files.ModelUnavailable(
@@ -81,6 +84,9 @@ class VllmCore:
         directory = model_files.locate(config.model, config.model_revision, weights=True)
         adapters = read_adapters(config.adapters, directory)
         self._config = _vllm_config(config, directory, adapters)
+        # For threads that compile grammars. On a smaller stack, a client's grammar with a long
+        # chain of rules would end the process.
+        threading.stack_size(COMPILE_STACK_BYTES)
         self._core = EngineCore(
             self._config,
             _executor_class(self._config),
@@ -91,7 +97,7 @@ class VllmCore:
         self._block_size: int = self._config.cache_config.block_size
         self._scheduler: Any = self._core.scheduler
         self._pool = self._scheduler.kv_cache_manager.block_pool
-        self._keys: dict[str, SequenceKey] = {}
+        self._sequences: dict[str, EngineSequence] = {}
         self._prefix_cache = PrefixCache()
         # The scheduler passes the events of each step to its publisher. Routers cannot know the
         # chunks of blocks of another size.
@@ -147,13 +153,13 @@ class VllmCore:
             queued, _ = self._core.preprocess_add_request(request)
         except (ValueError, VLLMValidationError) as error:
             raise InvalidRequest(f"vLLM rejects the request: {error}") from None
-        self._keys[name] = sequence.key
+        self._sequences[name] = sequence
         self._core.add_request(queued)
 
     def remove(self, keys: Sequence[SequenceKey]) -> None:
         names = [_name(key) for key in keys]
         for name in names:
-            self._keys.pop(name, None)
+            self._sequences.pop(name, None)
         if names:
             self._core.abort_requests(names)
 
@@ -168,7 +174,7 @@ class VllmCore:
             self._sampled(output)
             for each in (outputs or {}).values()
             for output in each.outputs
-            if output.request_id in self._keys
+            if output.request_id in self._sequences
         ]
 
     def _described(self, output: SchedulerOutput, preempted: Sequence[str]) -> ScheduledStep:
@@ -178,25 +184,29 @@ class VllmCore:
         admitted = [new.req_id for new in output.scheduled_new_reqs]
         admitted += [name for name in cached.req_ids if name in cached.resumed_req_ids]
         return ScheduledStep(
-            [self._keys[name] for name in admitted],
-            [self._keys[name] for name in preempted if name in self._keys],
-            [ScheduledRow(self._keys[name], starts[name], count) for name, count in counts.items()],
+            [self._sequences[name].key for name in admitted],
+            [self._sequences[name].key for name in preempted if name in self._sequences],
+            [
+                ScheduledRow(self._sequences[name].key, starts[name], count)
+                for name, count in counts.items()
+            ],
         )
 
     def _sampled(self, output: EngineCoreOutput) -> SampledTokens:
-        key = self._keys[output.request_id]
+        sequence = self._sequences[output.request_id]
         stop, error = None, None
         if output.finish_reason is not None:
-            del self._keys[output.request_id]
+            del self._sequences[output.request_id]
             stop = _STOPS.get(output.finish_reason, Stop.FAILED)
             error = _error(output) if stop is Stop.FAILED else None
+        sampling = sequence.sampling
         return SampledTokens(
-            key,
+            sequence.key,
             tuple(output.new_token_ids),
             stop,
             error,
-            tuple(_logprobs(output.new_logprobs)),
-            tuple(_logprobs(output.new_prompt_logprobs_tensors)),
+            tuple(_logprobs(output.new_logprobs, sampling.logprobs)),
+            tuple(_logprobs(output.new_prompt_logprobs_tensors, sampling.prompt_logprobs)),
         )
 
     def take_chunk_changes(self) -> ChunkChanges:
@@ -270,16 +280,19 @@ def _error(output: EngineCoreOutput) -> EverliftError:
     return EngineFailed(f"vLLM ended the sequence: {output.stop_reason or output.finish_reason}")
 
 
-def _logprobs(found: Any) -> Iterator[TokenLogprobs]:
-    """Yield the log probabilities of each row of ``found``; nothing if ``found`` is None.
+def _logprobs(found: Any, num_top: int | None) -> Iterator[TokenLogprobs]:
+    """Yield the log probabilities of each row of ``found``, with ``num_top`` alternatives.
 
     ``found`` has vLLM's lists or tensors of token ids, log probabilities and ranks. The first
-    column of a row is the sampled or prompt token; the others are the most likely ones.
+    column of a row is the sampled or prompt token; the others are the most likely ones. Yields
+    nothing if ``found`` or ``num_top`` is None.
     """
-    if found is None:
+    if found is None or num_top is None:
         return
+    # vLLM computes as many columns as the request of the batch that wants the most.
+    end = 1 + num_top
     ids, logprobs, ranks, *_ = found
-    rows = zip(ids.tolist(), logprobs.tolist(), ranks.tolist(), strict=True)
+    rows = zip(ids[:, :end].tolist(), logprobs[:, :end].tolist(), ranks.tolist(), strict=True)
     for row_ids, row_logprobs, rank in rows:
         top = tuple(zip(row_ids[1:], row_logprobs[1:], strict=True))
         yield TokenLogprobs(row_logprobs[0], rank, top)
@@ -382,5 +395,9 @@ def _vllm_config(config: WorkerConfig, directory: Path, adapters: list[Adapter])
     found = EngineArgs(**arguments).create_engine_config()
     if not _is_cpu() and not found.use_v2_model_runner:
         # Version 1 ignores the output that a sequence has when it is queued, without an error.
-        raise ValueError("vLLM's model runner V1 cannot continue sequences on a GPU")
+        raise ValueError(
+            "vLLM chose its model runner V1, which loses the output of requests that continue "
+            "after the loss of a worker: vLLM's log names the reason, or "
+            "VLLM_USE_V2_MODEL_RUNNER is set to 0"
+        )
     return found

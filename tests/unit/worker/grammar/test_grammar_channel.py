@@ -36,8 +36,8 @@ class GrammarProcess:
     def take(self, matcher: int) -> bytes:
         return self.channel.take_reply(matcher, time.monotonic())
 
-    def is_told_to_end(self) -> bool:
-        """Behind what it was asked."""
+    def is_closed(self) -> bool:
+        """Read the pending requests, and return whether the channel is closed after them."""
         self.sock.recv(CHUNK)
         return not self.sock.recv(CHUNK, socket.MSG_DONTWAIT)
 
@@ -53,7 +53,7 @@ def test_silent_grammar_process_is_ended_after_timeout(process: GrammarProcess) 
     process.ask(1)
     with pytest.raises(InvalidGrammar, match="takes too long"):
         process.take(1)
-    assert process.is_told_to_end()
+    assert process.is_closed()
 
 
 @pytest.mark.parametrize("is_waited_for", [True, False])
@@ -73,6 +73,19 @@ def test_messages_of_a_lost_process_are_ignored(
         with pytest.raises(InvalidGrammar, match="takes too long"):
             process.take(matcher)
     assert process.backlog.seconds == pytest.approx(0)
+
+
+def test_dropped_matcher_leaves_the_backlog(process: GrammarProcess) -> None:
+    process.ask(1)
+    process.ask(2)
+    process.channel.drop_matcher(1)
+    assert process.backlog.seconds == pytest.approx(0.1)
+    process.answer(1)
+    process.answer(2)
+    assert process.take(2) == b"mask"
+    assert process.backlog.seconds == pytest.approx(0)
+    process.ask(2)
+    assert process.backlog.seconds == pytest.approx(0.001)
 
 
 def test_grammar_timeout_fails_only_waiting_sequences(

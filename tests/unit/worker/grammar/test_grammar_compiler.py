@@ -52,7 +52,7 @@ class ToyProcesses:
             sock.close()
 
     async def next(self) -> tuple[socket.socket, str]:
-        """The next grammar process, and the text that it is to compile."""
+        """Return the socket of the next grammar process, and the text of its request."""
         await self.born.acquire()
         sock = self.sockets[self._taken]
         self._taken += 1
@@ -73,7 +73,7 @@ class Desk:
         return future
 
     async def compile(self, expected: str, num_bytes: int = MIB) -> None:
-        """The next grammar process, which is to compile ``expected``, does."""
+        """Reply for the next grammar process, whose request must be ``expected``."""
         sock, text = await self.processes.next()
         assert text == expected
         sock.sendall(encode_reply(Reply(False, 0, CompileResult(num_bytes, (7,)).encode())))
@@ -100,7 +100,7 @@ async def test_compiler_shares_one_compilation(desk: Desk) -> None:
 
 
 async def test_compiler_cache_evicts_least_recently_used(desk: Desk) -> None:
-    # With what a process takes, 7 MiB each: 20 MiB hold two.
+    # Each grammar takes 7 MiB including its process: 20 MiB hold two.
     for text in "ab":
         desk.order(text)
         await desk.compile(text)

@@ -1,4 +1,4 @@
-"""EBNF in Lark syntax: every text that can be derived is allowed, and no other."""
+"""EBNF in Lark syntax, which allows exactly the derivable texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def allows(grammar: str, text: str) -> bool:
 @pytest.mark.parametrize(
     ("grammar", "allowed", "forbidden"),
     [
-        # The longest literal is not always the right one.
+        # The longest literal is not always the correct match.
         ('root ::= ("a" | "ab") "bc"', ["abc", "abbc"], ["abb", "ac"]),
         ('root ::= [a-z]* "z"', ["z", "azz"], ["a", ""]),
         ('root ::= x x\nx ::= "a"+', ["aa", "aaaa"], ["a"]),
@@ -34,7 +34,10 @@ def allows(grammar: str, text: str) -> bool:
         ("root ::= [a-] [\\]^]", ["a]", "-^"], ["b]"]),
         ('a-b ::= "x"\nroot ::=\n  a-b |\n  (\n a-b "y" )', ["x", "xy"], ["y"]),
         ('root ::= 1st -b\n1st ::= "x\ny" # "\n-b ::= [\n-]', ["x\ny\n", "x\ny-"], ["xy-"]),
-        # A rule that no finite text fits is left out.
+        # A comment that looks like a rule is not a rule.
+        ('root ::= x # y ::= z\nx ::= "a"', ["a"], ["z"]),
+        (f'root ::= x\n{"#" * 2000}\nx ::= "a"', ["a"], ["#"]),
+        # A rule that derives no finite text is omitted.
         ('root ::= "a" root | loop | "c"\nloop ::= loop "b"', ["aac"], ["b"]),
     ],
 )
@@ -62,6 +65,7 @@ def test_lark_of_ebnf_allows_derivable_texts_only(
         (r'root ::= "\ud800"', "an escape stands for no Unicode character"),
         ('root ::= "a"{20000}', "the bounds of a repetition must be ascending and at most 10000"),
         ('root ::= "a"{3,2}', "the bounds of a repetition must be ascending and at most 10000"),
+        (f'root ::= "a"{{1,{" " * 60_000}', "expected a literal, a class of characters"),
         ("root ::= (=x)", "expected a literal, a class of characters"),
         ("just text", "expected a rule: name ::= ..."),
         ("root ::= " + "(" * 200, "groups are nested more than 100 deep"),

@@ -1,4 +1,4 @@
-"""When a sequence waits for its next mask, and what its grammar process does until then."""
+"""Waits of a sequence for its next mask, and requests to its grammar process until then."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from worker.grammar.matcher import Matcher
 
 
 class GrammarProcess:
-    """A Channel whose replies come when the test says so."""
+    """Channel whose replies arrive when the test says so."""
 
     def __init__(self) -> None:
         self.is_busy = False
         self.is_lost = False
         self.num_expected = 0
-        self.told: list[str] = []
+        self.sent: list[str] = []
         self.replies: deque[bytes] = deque()
 
     def expect(self, matcher: int) -> None:
@@ -28,7 +28,7 @@ class GrammarProcess:
     def send(self, request: Any) -> None:
         if self.is_lost:
             raise EngineFailed("gone")
-        self.told.append(request["do"])
+        self.sent.append(request["do"])
 
     def take_reply(self, matcher: int, waiting_since: float) -> bytes:
         if self.is_lost:
@@ -86,10 +86,10 @@ def test_matcher_expects_next_mask_once_token_is_drawn() -> None:
     assert process.num_expected == 1
     process.replies.extend([MASK, MASK])
     mask_of(this, 5)
-    assert (process.num_expected, process.told) == (3, ["open", "drafts"])
+    assert (process.num_expected, process.sent) == (3, ["open", "drafts"])
     mask_of(this)
     this.accept([3])
-    assert (process.num_expected, process.told) == (3, ["open", "drafts", "accept"])
+    assert (process.num_expected, process.sent) == (3, ["open", "drafts", "accept"])
 
 
 def test_matcher_skips_draft_masks_while_processes_are_busy() -> None:
@@ -98,7 +98,7 @@ def test_matcher_skips_draft_masks_while_processes_are_busy() -> None:
     process.replies.append(MASK)
     process.is_busy = True
     assert mask_of(this, 5, 6) == 0
-    assert process.told == ["open"]
+    assert process.sent == ["open"]
 
 
 def test_matcher_reports_a_lost_process_in_the_next_mask() -> None:

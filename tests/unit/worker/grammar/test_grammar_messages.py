@@ -1,4 +1,4 @@
-"""Messages come out as they went in, however the socket cuts them."""
+"""Messages are decoded as they were encoded, for any fragmentation by the socket."""
 
 import pytest
 from hypothesis import given

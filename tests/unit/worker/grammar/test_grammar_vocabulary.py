@@ -1,4 +1,4 @@
-"""A token's bytes are what it adds to the text."""
+"""Bytes that each token adds to the text."""
 
 from pathlib import Path
 

@@ -96,7 +96,7 @@ HAS_B = {"type": "object", "properties": {"b": INTEGER}, "required": ["b"]}
         (True, ["1", "[]", '"a"'], ["x"]),
         ({"title": "t", "description": "d", "default": 1, "examples": [2], "x-own": 3,
           "type": "null"}, ["null"], ["1"]),
-        # between tokens: a space, or an indented line
+        # white space between tokens: a space, or an indented line
         ({"type": "object"}, ['{"a": 1}', '{\n  "a": [\n\t1\n  ]\n}'], ['{  "a": 1}']),
     ],
 )  # fmt: skip
@@ -166,7 +166,7 @@ def test_schema_cannot_switch_enforcement_off() -> None:
 
 def test_discriminator_requires_its_property() -> None:
     def branch(tag: str, name: str) -> dict[str, Any]:
-        # As Pydantic writes Literal[tag] = tag.
+        # Pydantic's schema of Literal[tag] = tag.
         return of_a({}, properties={"kind": {"const": tag, "default": tag}, name: INTEGER})
 
     union = {
@@ -218,9 +218,9 @@ def test_object_stays_open_if_another_schema_adds_properties(schema: Any) -> Non
         with_a({**REF_A, "description": "d", "default": {"a": 1}, "required": ["a"]}),
         with_a({"anyOf": [REF_A, {"type": "null"}]}),
         with_a({"$ref": "#/$defs/U"}, U=UNION),
-        # as Pydantic writes a field with a default
+        # Pydantic's schema of a field with a default
         with_a({"allOf": [REF_A], "default": {"a": 1}}),
-        # properties are added to the object around it
+        # properties are added to the enclosing object
         with_a({**REF_A, "description": "d"}, B={"allOf": [of_a(REF_A), HAS_B]}),
     ],
 )

@@ -18,7 +18,7 @@ FORK = [*TOKENS[:CHUNK_SIZE], *prompt(CHUNK_SIZE, 3)]
 
 
 def names(tokens: list[int], salt: bytes = b"") -> list[bytes]:
-    """Return names of the blocks, which are not Everlift's."""
+    """Return names of the blocks in the manner of vLLM, which differ from those of Everlift."""
     found, parent = [], b"vllm" + salt
     for start in range(0, len(tokens), BLOCK_SIZE):
         parent = hashlib.sha256(parent + bytes(tokens[start : start + BLOCK_SIZE])).digest()

@@ -1,4 +1,4 @@
-"""Engine over vLLM: what the contract of engines does not cover."""
+"""Engine over vLLM, as far as the contract of all engines does not cover it."""
 
 from __future__ import annotations
 
@@ -172,14 +172,14 @@ def with_image(limits: Limits, *output: int, first: int = 1) -> Sequence:
 
 
 def test_reports_leave_out_the_tokens_of_images() -> None:
-    # The prompt takes five steps, of which the first one computes a part of the image only.
+    # The prompt takes five steps, the first of which computes only a part of the image.
     few = limits(num_blocks=64, max_num_batched_tokens=4)
-    engine, moments = VllmEngine(FakeCore(few), few), count()
-    engine.breakdowns = TimeBreakdowns(few.max_num_seqs, lambda: float(next(moments)))
+    engine, ticks = VllmEngine(FakeCore(few), few), count()
+    engine.breakdowns = TimeBreakdowns(few.max_num_seqs, lambda: float(next(ticks)))
     engine.add(each := with_image(few))
     outcomes, reports, computed = list[Outcome](), list[SequenceBreakdown](), list[int]()
     while engine.has_work:
-        outcomes += engine.step((), float(next(moments)))
+        outcomes += engine.step((), float(next(ticks)))
         computed.append(each.num_computed)
         engine.breakdowns.end_step()
         reports += engine.breakdowns.report()
