@@ -311,10 +311,13 @@ class Decoder:
     """Decoder with this rank's share of a model's parameters.
 
     The parameters are undefined until weights.load or dummy.fill sets them. ``max_model_len`` is
-    the length in tokens of the longest sequence.
+    the length in tokens of the longest sequence. ``context`` (default: ``max_model_len``) is the
+    length that selects the factors of a LongRopeScaling (RotaryTable).
     """
 
-    def __init__(self, spec: ModelSpec, max_model_len: int, place: Placement) -> None:
+    def __init__(
+        self, spec: ModelSpec, max_model_len: int, place: Placement, context: int | None = None
+    ) -> None:
         vocab, width, names = spec.vocab_size, spec.hidden_size, spec.tensors
         place = replace(place, format=spec.weight_format)
         self.weight_format = spec.weight_format
@@ -330,7 +333,7 @@ class Decoder:
         self.layer_by_layer = LayerByLayer(
             embedding,
             _rounded(spec.embedding_multiplier, place.dtype),
-            [RotaryTable(rope, max_model_len, place.device) for rope in ropes],
+            [RotaryTable(rope, max_model_len, place.device, context) for rope in ropes],
             [
                 Layer(i, spec, _form(spec, layer, max_model_len), place)
                 for i, layer in enumerate(spec.layers)
@@ -422,13 +425,14 @@ class Decoder:
             assert linear.adapters is not None, "there are no slots"
             linear.adapters.place(number, None if packed is None else packed[i])
 
-    def adapter_bytes(self, rank: int) -> int:
-        """Return the size in bytes of this rank's share of an adapter for all linear layers.
+    def reserved_adapter_bytes(self, rank: int) -> int:
+        """Return the bytes to reserve for adapters of LoRA rank ``rank`` in all slots.
 
-        ``rank`` is the adapter's LoRA rank.
+        The adapters are assumed to change all linear layers. The bytes of the adapters that the
+        slots have are subtracted.
         """
         return sum(
-            linear.adapters.num_bytes(rank)
+            linear.adapters.reserved_bytes(rank)
             for linear in self._adapted_linears()
             if linear.adapters is not None
         )

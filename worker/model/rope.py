@@ -24,16 +24,18 @@ Angle = tuple[Tensor, Tensor]
 class RotaryTable:
     """Cosines and sines of every position below ``length``, in fp32, computed once.
 
-    Both are multiplied by the scaling's ``attention_factor``, and thus rotated heads are too.
-    ``length`` is the length in tokens of the longest sequence that is served. With LongRopeScaling,
-    ``length`` also decides, once for all sequences, whether the long or the short factors apply: a
-    key in the cache cannot be rotated again when its sequence grows past the original context.
-    (transformers decides by the longest sequence of each call, and recomputes keys on a change.)
+    Both are multiplied by the scaling's ``attention_factor``, and thus rotated heads are too. With
+    LongRopeScaling, ``context`` (default: ``length``) decides, once for all sequences, whether the
+    long or the short factors apply: a key in the cache cannot be rotated again when its sequence
+    grows past the original context. (transformers decides by the longest sequence of each call, and
+    recomputes keys on a change.)
     """
 
-    def __init__(self, rope: Rope, length: int, device: torch.device) -> None:
+    def __init__(
+        self, rope: Rope, length: int, device: torch.device, context: int | None = None
+    ) -> None:
         positions = torch.arange(length, dtype=torch.float32)
-        angles = torch.outer(positions, inverse_frequencies(rope, length))
+        angles = torch.outer(positions, inverse_frequencies(rope, context or length))
         factor = attention_factor(rope)
         #: [length, dim / 2]
         self.cos = (angles.cos() * factor).to(device)
@@ -61,11 +63,11 @@ def rotate(heads: Tensor, angle: Angle) -> Tensor:
     return (precise * cos).addcmul_(partners, sin).to(heads.dtype)
 
 
-def inverse_frequencies(rope: Rope, length: int) -> Tensor:
+def inverse_frequencies(rope: Rope, context: int) -> Tensor:
     """Return the rotation of each pair in radians per position, fp32 [dim / 2].
 
-    ``length`` is the length in tokens of the longest sequence that is served. It decides which of a
-    LongRopeScaling's factors apply.
+    The factors of a LongRopeScaling are the long ones if ``context``, in tokens, is longer than its
+    original context.
     """
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
     plain = 1.0 / rope.theta**exponents
@@ -77,7 +79,7 @@ def inverse_frequencies(rope: Rope, length: int) -> Tensor:
         case YarnScaling() as scaling:
             return _yarn(plain, rope, scaling)
         case LongRopeScaling() as scaling:
-            stretched = length > scaling.original_context
+            stretched = context > scaling.original_context
             return plain / torch.tensor(scaling.long if stretched else scaling.short)
         case None:
             return plain

@@ -169,7 +169,7 @@ def _load(config: WorkerConfig, directory: Path, place: Placement) -> LoadedMode
         return _load_with_transformers(config, directory, place)
     kv_heads = local_kv_heads(spec.num_kv_heads, place.group.size)
     kv_shape = (spec.num_layers, kv_heads, spec.head_dim)
-    max_model_len = _max_model_len(config, spec.max_position)
+    max_model_len = context = _max_model_len(config, spec.max_position)
     if (num_blocks := configured_blocks(config, kv_shape, place)) is not None:
         max_model_len = min(max_model_len, num_blocks * BLOCK_SIZE)
     codes = None
@@ -184,7 +184,8 @@ def _load(config: WorkerConfig, directory: Path, place: Placement) -> LoadedMode
     precompile(spec.head_dim, place.dtype, packed, place.device, codes, has_adapters)
     pointwise = choose_pointwise(place.dtype, place.device)
     place = replace(place, weights=stored, pointwise=pointwise)
-    decoder = Decoder(spec, max_model_len, place)
+    # The rope must not depend on the size of the KV cache, which differs between workers.
+    decoder = Decoder(spec, max_model_len, place, context)
     parameter_bytes = _fill(decoder, directory, config, place.group.rank)
     adapters = load_adapters(decoder, spec, config.adapters, directory, place, num_slots)
     if place.device.type == "cpu":

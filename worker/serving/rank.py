@@ -217,7 +217,9 @@ class Rank:
         if self._rank == 0:
             with self._startup.part("serve_s"):
                 await self._serve(engine, info)
-        self._liveness = LivenessMonitor(thread.watchdog, thread.links.log, self._fail)
+        self._liveness = LivenessMonitor(
+            thread.watchdog, thread.links.log, self._fail, self._config.rank_silence
+        )
         self._liveness.start()
         if not (self._is_reclaimed or self._ended.is_set()):
             self._ready_file.create()
@@ -479,7 +481,9 @@ class Rank:
 
     def _info(self, limits: Limits) -> session_pb2.WorkerInfo:
         config = self._config
-        shape = (self._files, _dtype(config), limits.vocab_size, limits.max_model_len)
+        # Not the limits' max_model_len: it depends on the KV cache, whose size differs between
+        # workers of a model if it is measured.
+        shape = (self._files, _dtype(config), limits.vocab_size, config.max_model_len)
         return session_pb2.WorkerInfo(
             model=config.name,
             fingerprint=hashlib.sha256(repr(shape).encode()).hexdigest(),
