@@ -144,7 +144,9 @@ class ColumnLinear:
 
     def add_adapter_slots(self, number: int, place: Placement) -> None:
         outputs = sum(part.share.width for part in self._parts)
-        self.adapters = LinearAdapters(number, self._inputs, outputs, place.dtype, place.device)
+        num_names = len({part.name for part in self._parts})
+        size = self._inputs, outputs, num_names
+        self.adapters = LinearAdapters(number, *size, place.dtype, place.device)
 
     def packed_adapter(self, adapter: Adapter) -> PackedParts:
         """Return this rank's share of an adapter: all of A, and B's rows for the rank's outputs."""
@@ -216,7 +218,7 @@ class RowLinear:
         return y if adapters is None else _adapted(self.adapters, adapters, x, y)
 
     def add_adapter_slots(self, number: int, place: Placement) -> None:
-        size = self._part.share.width, self._outputs
+        size = self._part.share.width, self._outputs, 1
         self.adapters = LinearAdapters(number, *size, place.dtype, place.device)
 
     def packed_adapter(self, adapter: Adapter) -> PackedParts:

@@ -98,6 +98,11 @@ class PackedParts:
     panels: int = 0
     memory: Sequence[object] = ()
 
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes of ``parts``; 0 with compiled code, whose memory is not counted."""
+        return sum(part.a.nbytes + part.b.nbytes for part in self.parts)
+
 
 _EMPTY = PackedParts()
 
@@ -106,7 +111,8 @@ class LinearAdapters:
     """Slots for the matrices of adapters of one linear layer, or of this rank's share of it.
 
     There are ``num_slots`` slots, whose numbers count from 1. All are empty at first: an empty slot
-    adds nothing. The matrices have the type ``dtype`` of the layer's inputs and outputs.
+    adds nothing. The matrices have the type ``dtype`` of the layer's inputs and outputs. An adapter
+    has at most ``most_parts`` pairs of matrices.
     """
 
     def __init__(
@@ -114,12 +120,13 @@ class LinearAdapters:
         num_slots: int,
         inputs: int,
         outputs: int,
+        most_parts: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._library = lora_library(dtype) if device.type == "cpu" else None
         self._dtype, self._device = dtype, device
-        self._size = inputs + outputs
+        self._most_parts, self._inputs, self._outputs = most_parts, inputs, outputs
         #: by number; number 0 is the model itself
         self._slots = [_EMPTY] * (num_slots + 1)
         self._described = (_Parts * (num_slots + 1))()
@@ -137,12 +144,14 @@ class LinearAdapters:
         """
         return 0 if self.native is None else int(self.native.most_ranks)
 
-    def num_bytes(self, rank: int) -> int:
-        """Return the size in bytes of the matrices of an adapter of LoRA rank ``rank``.
+    def reserved_bytes(self, rank: int) -> int:
+        """Return the bytes to reserve for adapters of LoRA rank ``rank`` in all slots.
 
-        The adapter is assumed to change all outputs of the layer.
+        The adapters are assumed to change all outputs of the layer. The bytes of the adapters that
+        the slots have are subtracted, except with compiled code.
         """
-        return rank * self._size * self._dtype.itemsize
+        largest = rank * (self._most_parts * self._inputs + self._outputs) * self._dtype.itemsize
+        return sum(max(0, largest - slot.num_bytes) for slot in self._slots[1:])
 
     def pack(self, parts: Sequence[LowRank]) -> PackedParts:
         """Copy the matrices of an adapter into the layout of a slot. May run in any thread."""

@@ -78,14 +78,13 @@ class DecoderAdapters:
         first = first_digests(self.configured, num_slots)
         self.numbers = {digest: number for number, digest in enumerate(first, 1)}
         self._readings: dict[int, _Reading] = {}
-        self._num_slots = num_slots
 
     def reserved_bytes(self, max_rank: int) -> int:
-        """Return the bytes to reserve on this rank for adapters that may fill the empty slots.
+        """Return the bytes to reserve on this rank for adapters that may be loaded later.
 
-        Every empty slot counts as one adapter of LoRA rank ``max_rank``.
+        Each slot may get an adapter of LoRA rank ``max_rank`` instead of a smaller one.
         """
-        return (self._num_slots - len(self.numbers)) * self._decoder.adapter_bytes(max_rank)
+        return self._decoder.reserved_adapter_bytes(max_rank)
 
     @property
     def is_reading(self) -> bool:

@@ -1,4 +1,4 @@
-"""Files of LoRA adapters: what is checked before a worker starts."""
+"""Files of LoRA adapters, and their checks before a worker starts."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_layers_of_a_vision_tower_are_not_compared(tmp_path: Path) -> None:
 
 
 def linears(directory: Path, **config: Any) -> dict[str, AdaptedLinear]:
-    """Linear layers of the adapter in a directory, of the demo model, with other settings."""
+    """Return the linear layers of an adapter of the demo model, with settings replaced."""
     path = directory / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
     [adapter] = read_adapters([f"a={directory}"], DEMO_MODEL)
@@ -272,7 +272,7 @@ async def test_unsupported_adapter_is_reported_before_the_start(tmp_path: Path) 
     given = {"model": str(DEMO_MODEL), "adapters": [f"a={tmp_path / 'a'}"]}
     with pytest.raises(ClusterFailed, match=r"adapter 'a': .* as lora_alpha, not 'large'"):
         await fetched(load(Config, given))
-    # vLLM reads the file itself.
+    # The file is not checked for vLLM, which reads it itself.
     await fetched(load(Config, given | {"worker": VLLM}))
 
 

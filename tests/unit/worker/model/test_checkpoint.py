@@ -1,4 +1,4 @@
-"""The header of a safetensors file, and what can be wrong with it."""
+"""Header of a safetensors file, and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pseudo-random weights: one model for every split, of sensible size, and only config.json read."""
+"""Pseudo-random weights: equal for every split over ranks, of sensible size, from config.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from worker.parallel.group import Group
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Directory with config.json alone."""
+    """Return a model directory without weights."""
     save_llama(tmp_path, attention_bias=True)
     for path in tmp_path.glob("*.safetensors"):
         path.unlink()

@@ -1,4 +1,4 @@
-"""Products with quantised weights by kernels, in Triton's interpreter where there is no GPU."""
+"""Products with quantised weights by kernels, in Triton's interpreter without a GPU."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from worker.model.quantised import Block, Quantised
 from worker.model.spec import UnsupportedModel
 from worker.model.weight_format import CodeType, WeightFormat
 
-#: Triton's interpreter has no products of bf16.
+#: Triton's interpreter does not support products of bf16.
 HALF = torch.bfloat16 if KERNELS_ON.type == "cuda" else torch.float16
 FP32 = torch.float32
 PADDING = 6
-#: Numbers of outputs of two layers, so that scales of several outputs have columns.
+#: (index, outputs) of two fused layers, so that scales for several outputs have columns.
 SIZES = ((0, 40), (1, 30))
 
 
@@ -34,7 +34,7 @@ def weight_of(
     dtype: torch.dtype,
     fp8: bool = False,
 ) -> Quantised:
-    """Return a random weight of a rank's share ``inputs``, with some inputs of padding."""
+    """Return a random weight of a rank with the share ``inputs``, and with padded inputs."""
     form = WeightFormat(
         "test", codes, "elements", group, scaled, zeros, scale_type="F16", fp8_activations=fp8
     )

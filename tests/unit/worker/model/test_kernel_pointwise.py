@@ -1,5 +1,4 @@
-"""A layer's pointwise operations by kernels, in Triton's interpreter where there is no GPU: torch's
-results."""
+"""Pointwise kernels, run in Triton's interpreter without a GPU, compared with torch."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def close(got: Tensor, expected: Tensor) -> None:
-    """But for the order of sums, and for what is rounded once instead of twice."""
+    """Check equality except for the order of sums, and for one rounding instead of two."""
     assert got.dtype == expected.dtype
     eps = torch.finfo(expected.dtype).eps
     torch.testing.assert_close(got, expected, rtol=max(2 * eps, 2e-6), atol=1e-5)

@@ -1,5 +1,4 @@
-"""The layers of one rank: their padding is zero from the start, whatever form their weights have,
-and norms round as they should."""
+"""Layers of one rank: zero padding in every form of weights, and rounding of norms."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class Rank(Group):
-    """Rank of four whose other ranks do not exist: a sum is this rank's part of it."""
+    """Rank of four without the other ranks: a sum is the part of this rank."""
 
     size = 4
 
@@ -39,7 +38,7 @@ class Rank(Group):
 
 
 class Poisoned(Placement):
-    """Memory that somebody left NaN in."""
+    """Placement in memory that contains NaN."""
 
     def empty(self, *shape: int) -> Tensor:
         return torch.full(shape, torch.nan, dtype=self.dtype)
@@ -56,7 +55,7 @@ class Form:
         return Poisoned(Rank(rank), self.dtype, CPU)
 
     def fill(self, layer: ColumnLinear | RowLinear | VocabTable) -> list[Piece]:
-        """Fill the pieces with ones, as from a checkpoint; all else stays as it is."""
+        """Fill the pieces with ones, as from a checkpoint; padding is left unchanged."""
         pieces = list(layer.pieces())
         for piece in pieces:
             assert torch.empty(piece.shape)[piece.slices].shape == piece.into.shape
@@ -97,7 +96,7 @@ def test_column_linear_padding_is_zero(rank: int, expected: list[int], form: For
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, 3), (2, 1), (3, 0)])
 def test_row_linear_padding_adds_nothing(rank: int, expected: int, form: Form) -> None:
-    """The bias is one rank's."""
+    """Rank 0 alone adds the bias."""
     linear = RowLinear(part("a", 5, rank), 2, True, form.place(rank))
     form.fill(linear)
     assert linear(form.ones(1, 2)).tolist() == [[expected] * 2]

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: every parameter from its slice, and clear words where one is not right."""
+"""Loading of a checkpoint: the slice of every parameter, and errors of invalid tensors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def loaded(directory: Path, group: Group) -> dict[str, Tensor]:
 
 
 def change(directory: Path, **tensors: Tensor | None) -> None:
-    """Sets tensors of the checkpoint, None takes one away; "__" stands for "." in their names."""
+    """Set tensors of the checkpoint; None removes one, and "__" in names stands for "."."""
     path = directory / "model.safetensors"
     content = load_file(path) | {k.replace("__", "."): v for k, v in tensors.items()}
     save_file({name: tensor for name, tensor in content.items() if tensor is not None}, path)
@@ -130,9 +130,9 @@ def test_load_readers_run_concurrently(
     one, model = (decoder(checkpoint, Group.single(), dtype) for _ in range(2))
     load(one, checkpoint)
     monkeypatch.setattr(os, "preadv", met)
-    told: list[int] = []
-    total = load(model, checkpoint, lambda done, _: told.append(done), num_readers=4)
-    assert together and told == sorted(told) and told[-1] == total
+    reported: list[int] = []
+    total = load(model, checkpoint, lambda done, _: reported.append(done), num_readers=4)
+    assert together and reported == sorted(reported) and reported[-1] == total
     for piece, expected in zip(model.pieces(), one.pieces(), strict=True):
         assert torch.equal(piece.into, expected.into), piece.name
 
@@ -193,7 +193,7 @@ def test_load_unties_head_that_differs_from_embedding(
 def test_load_ties_stored_head_equal_to_embedding(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Equal is what is so in the type of the parameters."""
+    """The tensors are compared in the dtype of the parameters."""
     monkeypatch.setattr("worker.model.weights._COMPARED_ELEMENTS", 1000)
     save_llama(tmp_path, tie_word_embeddings=True)
     without = load(decoder(tmp_path, Group.single(), dtype), tmp_path)
@@ -339,10 +339,12 @@ def test_load_continues_short_reads_and_names_shrunk_file(
 
 
 def test_load_reports_bytes_read(checkpoint: Path) -> None:
-    told: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
     held = load(
-        decoder(checkpoint, Rank(0, 2)), checkpoint, lambda done, total: told.append((done, total))
+        decoder(checkpoint, Rank(0, 2)),
+        checkpoint,
+        lambda done, total: calls.append((done, total)),
     )
-    assert told[-1] == (held, held)
-    assert [done for done, _ in told] == sorted({done for done, _ in told})
-    assert {total for _, total in told} == {held}
+    assert calls[-1] == (held, held)
+    assert [done for done, _ in calls] == sorted({done for done, _ in calls})
+    assert {total for _, total in calls} == {held}

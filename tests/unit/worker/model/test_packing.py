@@ -1,4 +1,4 @@
-"""Packed weights: their products are those of plain ones, and what goes wrong leaves these."""
+"""Packed weights: products equal those of plain weights, which remain if packing fails."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from worker.native import native
 from worker.parallel.group import Group
 
 FP32, BF16 = torch.float32, torch.bfloat16
-#: A panel, less than one, several of which the last is not full, and inputs that are many, or odd.
+#: Outputs: a full panel, less, and several with a partial one; inputs: many, and an odd number.
 SHAPES = [(64, 8), (3, 2), (3 * 64 + 17, 96), (64, 5000), (33, 7)]
-#: Tiles of each size, alone and together, and more than one chunk.
+#: Numbers of rows with each tile size, combined tile sizes, and more than one chunk.
 ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 13, 96, 97, 200)
 
 
@@ -42,7 +42,7 @@ Types = tuple[torch.dtype, torch.dtype]
 
 @pytest.fixture(params=[(FP32, FP32), (FP32, BF16), (BF16, BF16)], ids=str)
 def types(request: pytest.FixtureRequest) -> Types:
-    """Types of inputs and outputs, and of weights."""
+    """Return the dtypes (of inputs and outputs, of weights)."""
     types: Types = request.param
     return types
 
@@ -247,7 +247,7 @@ def test_packed_decoder_matches_plain_decoder(
 
 
 class Counted:
-    """A packing, and how many weights it packed."""
+    """Packing that counts the packed weights."""
 
     def __init__(self, packing: Packing) -> None:
         self._packing = packing
@@ -270,7 +270,7 @@ class Counted:
 def logits(
     spec: ModelSpec, dtype: torch.dtype, weights: torch.dtype, packing: Packing | None
 ) -> Tensor:
-    # Plain weights are multiplied with in one type.
+    # Products with plain weights need equal dtypes.
     stored = dtype if packing is None else weights
     place = Placement(Group.single(), dtype, torch.device("cpu"), weights=stored)
     decoder = Decoder(spec, 64, place)

@@ -1,4 +1,4 @@
-"""Compiled pointwise operations: torch's results, and a token's whatever it is computed with."""
+"""Compiled pointwise operations: they match torch, and each token is batch-invariant."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worker.model.spec import Activation, Rope
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: Several vectors, several and a rest, less than one; those of one token on several threads.
+#: Several vectors, several with a remainder, less than one, and a token on several threads.
 WIDTHS = (64, 83, 7, 1 << 14)
 EPS = 1e-5
 
@@ -43,8 +43,10 @@ def random(*shape: int, dtype: torch.dtype, scale: float = 1.0, seed: int = 0) -
 
 
 def close(got: Tensor, expected: Tensor) -> None:
-    """But for the order of sums, for how what lies at the middle of two is rounded (in a gate
-    twice), and for what torch's tanh loses near -1."""
+    """Check equality except for the order of sums, the rounding of ties, and torch's tanh.
+
+    A gate rounds twice, and torch's tanh is inaccurate near -1.
+    """
     assert got.dtype == expected.dtype
     eps = torch.finfo(expected.dtype).eps
     torch.testing.assert_close(got, expected, rtol=max(2 * eps, 2e-6), atol=1e-5, equal_nan=True)

@@ -1,4 +1,4 @@
-"""Native code is compiled at once, and by nobody a second time."""
+"""Precompilation of native code, which is not compiled again at its use."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -66,7 +67,7 @@ def with_inputs(**inputs: Any) -> dict[str, Any]:
 
 @pytest.fixture(params=one_in(2, FORMATS), ids=FORMATS, scope="module")
 def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Directories of a model with dequantised weights, and of the same model in one format."""
+    """Return directories of a model with dequantised weights, and of the model in one format."""
     root = tmp_path_factory.mktemp("model")
     # AWQ and GPTQ need sizes that are multiples of 8.
     plain = save_llama(root / "plain", intermediate_size=104, num_hidden_layers=2)
@@ -84,7 +85,7 @@ def sequences() -> list[list[int]]:
     return [[rng.randrange(6, SIZES["vocab_size"]) for _ in range(length)] for length in LENGTHS]
 
 
-#: All tokens at once; in chunks; one by one at the end; decodes and chunks in one step.
+#: (sequence, tokens) of each step: one prefill, chunks, final decodes, decodes beside chunks.
 STEPS: list[list[Step]] = [
     [list(enumerate(LENGTHS))],
     [[(i, min(13, n - at)) for i, n in enumerate(LENGTHS) if at < n] for at in range(0, 40, 13)],
@@ -115,7 +116,7 @@ def test_quantised_ranks_match_dequantised(
         check(next(logits), expected)
 
 
-#: Fused layers, and experts of a layer with a shared one; the head dimension is that of ``files``.
+#: Fused layers, and experts with and without a shared one; head_dim is that of ``files``.
 FAMILIES = {
     "fp8, block": Checkpoint("phi3", 6, 2, 12),
     "packed int4, zeros": replace(
@@ -146,7 +147,7 @@ def test_quantised_family_logits_match_dequantised(form: str, tmp_path: Path) ->
 
 @pytest.fixture(scope="module")
 def mxfp4(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Directories of a gpt-oss model with dequantised experts, and of the same one in MXFP4."""
+    """Return directories of a gpt-oss model with dequantised experts, and of the model in MXFP4."""
     root = tmp_path_factory.mktemp("mxfp4")
     sizes = CHECKPOINTS["gpt_oss"].sizes | {"hidden_size": 64, "intermediate_size": 96}
     plain = save_family(root / "plain", replace(CHECKPOINTS["gpt_oss"], sizes=sizes))
@@ -162,7 +163,7 @@ def test_mxfp4_logits_match_dequantised(size: int, mxfp4: list[Path]) -> None:
             group = [
                 ThreadRank(rank, meeting) if size > 1 else Group.single() for rank in range(size)
             ]
-            # Not in the threads: two that load the same library at once would get two kernels.
+            # Made outside of the threads: concurrent loads of one library would make two kernels.
             decoders = [SteppedDecoder(mxfp4[1], 64, rank) for rank in group]
             logits = ranks.map(lambda it: it.logits(sequences(), steps), decoders)  # noqa: B023
             check(next(logits), expected)
@@ -210,7 +211,7 @@ def check(logits: list[Tensor] | None, expected: list[Tensor]) -> None:
 
 
 class Meeting:
-    """Ranks in threads of this process, which meet in each collective."""
+    """Rendezvous of ranks in threads of this process, for collectives."""
 
     def __init__(self, size: int) -> None:
         self.parts: list[Tensor | None] = [None] * size
@@ -240,7 +241,7 @@ class ThreadRank(Group):
 
 
 def weight_of(codes: CodeType, group: int | None, scaled: int | None, zeros: bool) -> Quantised:
-    """Return a random weight, of which no size is a multiple of a word, a group or a panel."""
+    """Return a random weight, whose sizes are no multiples of a word, a group or a panel."""
     outputs, inputs = 150, range(5, 139)
     form = WeightFormat("test", codes, "elements", group, scaled, zeros, scale_type="F16")
     block = Block("layer", (outputs, 200), range(outputs), inputs, outputs)
@@ -447,6 +448,16 @@ def test_load_rejects_gptq_tensor_that_products_need(tensor: str, tmp_path: Path
         SteppedDecoder(directory, 64)
 
 
+def test_load_ignores_biases_of_a_vision_tower(tmp_path: Path) -> None:
+    plain = save_family(tmp_path / "plain", CHECKPOINTS["gemma3 that could see"])
+    directory = save_quantised(plain, tmp_path / "quantised", FORMATS["gptq"])
+    stored = load_file(directory / "model.safetensors")
+    assert any(it.any() for name, it in stored.items() if re.match(r".*vision.*\.bias$", name))
+    logits = SteppedDecoder(directory, 64).logits([[7, 8, 9, 10]], [[(0, 4)]])[0]
+    expected = SteppedDecoder(plain, 64).logits([[7, 8, 9, 10]], [[(0, 4)]])[0]
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
 def test_layers_of_one_product_are_quantised_together(tmp_path: Path) -> None:
     plain = save_llama(tmp_path / "plain", intermediate_size=104, num_hidden_layers=1)
     form = FORMATS["awq"]
@@ -461,5 +472,5 @@ def test_memory_of_quantised_weight_is_that_of_stored_tensors(files: list[Path])
     decoder = Decoder(spec, 64, Placement(Group.single(), torch.float32, torch.device("cpu")))
     held = sum(piece.into.nbytes for piece in decoder.pieces())
     stored = sum(tensor.nbytes for tensor in load_file(files[1] / "model.safetensors").values())
-    # Groups begin with a new word, and outputs are padded, so that small weights take more.
+    # Small weights take more memory: each group begins with a new word, and outputs are padded.
     assert held <= 1.35 * stored

@@ -21,7 +21,7 @@ from worker.model.spec import Rope
 from worker.parallel.group import Group
 from worker.runner.build import build_runner
 
-logging.set_verbosity_error()  # it has advice for such parameters
+logging.set_verbosity_error()  # transformers warns of such parameters
 
 HEAD_DIM = 64
 LENGTH = 3000
@@ -71,7 +71,7 @@ LONGROPE: dict[str, Any] = {
 
 
 def rope_of(config: LlamaConfig | Phi3Config, directory: Path) -> Rope:
-    """Return the rope of the spec."""
+    """Return the rope that is read from a configuration."""
     config.save_pretrained(directory)
     return read_spec(directory).layers[0].rope
 
@@ -100,7 +100,7 @@ def phi3(original_context: int, **parameters: Any) -> Phi3Config:
 
 
 def turned(heads: Tensor, positions: Tensor, embedding: nn.Module) -> Tensor:
-    """``heads`` as transformers turns them."""
+    """Return ``heads`` rotated by transformers."""
     cos, sin = embedding(heads, positions[None])
     return apply_rotary_pos_emb(heads[None], heads[None], cos, sin, unsqueeze_dim=2)[0][0]
 
@@ -112,7 +112,7 @@ def test_rope_matches_transformers(parameters: dict[str, Any], tmp_path: Path) -
     heads = torch.randn(len(positions), 3, HEAD_DIM)
     expected = turned(heads, positions, LlamaRotaryEmbedding(config))
     table = RotaryTable(rope_of(config, tmp_path), LENGTH, CPU)
-    # Late positions are large angles, of which fp32 knows fewer digits.
+    # Late positions have large angles, which are less accurate in fp32.
     torch.testing.assert_close(rotate(heads, table.at(positions)), expected, atol=3e-4, rtol=0)
 
 
@@ -121,8 +121,9 @@ def test_rope_matches_transformers(parameters: dict[str, Any], tmp_path: Path) -
 def test_longrope_factors_follow_max_served_length(
     written: dict[str, float], served: int, tmp_path: Path
 ) -> None:
-    """The result equals transformers' for a sequence of that length; a part of each head is not
-    rotated.
+    """The result matches transformers for a sequence of that length.
+
+    A part of each head is not rotated.
     """
     config = phi3(400, **LONGROPE | written)
     heads = torch.randn(3, 2, HEAD_DIM)
@@ -135,17 +136,17 @@ def test_longrope_factors_follow_max_served_length(
 
 
 @pytest.mark.parametrize(
-    ("pool", "served"),
+    ("pool", "served", "is_long"),
     [
-        ({"num_blocks": 12}, 384),
-        ({"num_blocks": 13}, 416),
-        ({"num_blocks": 13, "max_model_len": 400}, 400),
-        ({"kv_cache_mib": 1}, 1024),
+        ({"num_blocks": 12}, 384, True),
+        ({"num_blocks": 13}, 416, True),
+        ({"num_blocks": 13, "max_model_len": 400}, 400, False),
+        ({"kv_cache_mib": 1}, 1024, True),
     ],
     ids=str,
 )
-def test_longrope_factors_follow_smaller_pool(
-    pool: dict[str, int], served: int, tmp_path: Path
+def test_longrope_factors_do_not_follow_the_pool(
+    pool: dict[str, int], served: int, is_long: bool, tmp_path: Path
 ) -> None:
     """1 MiB holds 32 blocks of a layer with two heads of 64, in fp32."""
     config = phi3(400, **LONGROPE)
@@ -162,9 +163,11 @@ def test_longrope_factors_follow_smaller_pool(
     decoder = runner._model
     assert isinstance(decoder, Decoder)
     (table,) = decoder.layer_by_layer.tables
-    heads, positions = torch.randn(2, 2, HEAD_DIM), torch.tensor([5, served - 1])
-    expected = turned(heads, positions, Phi3RotaryEmbedding(config))
-    torch.testing.assert_close(rotate(heads, table.at(positions)), expected, atol=3e-4, rtol=0)
+    heads, last = torch.randn(3, 2, HEAD_DIM), 1023 if is_long else 399
+    positions = torch.tensor([5, served - 1])
+    expected = turned(heads, torch.tensor([5, served - 1, last]), Phi3RotaryEmbedding(config))
+    got = rotate(heads[:2], table.at(positions))
+    torch.testing.assert_close(got, expected[:2], atol=3e-4, rtol=0)
 
 
 def test_rope_keeps_dtype_of_heads() -> None:

@@ -16,7 +16,7 @@ sequence_lists = st.lists(st.lists(st.integers(0, WORDS - 1), min_size=1, max_si
 
 
 def banned(sequences: Sequence[Sequence[int]], output: Sequence[int]) -> set[int]:
-    """Search the output with each token appended."""
+    """Return the tokens that would complete one of ``sequences`` at the end of the output."""
     return {
         token
         for token in range(WORDS)

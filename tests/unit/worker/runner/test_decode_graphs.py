@@ -1,5 +1,7 @@
-"""Captured decoding, on a device without graphs: what is replayed is called again, and sees nothing
-but its tensors."""
+"""Captured decode steps, on a device without graphs.
+
+A replay calls the captured work again, which depends on its tensors only.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from worker.runner.sampled_tokens import LastTokens
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 VOCAB = 50
-#: Of each slot.
+#: Context length of each slot.
 CONTEXTS = [70, 0, 31, 5, 33]
 
 
@@ -54,7 +56,7 @@ class Trunk:
 
 
 class Repeating:
-    """A Capture that notes what each work made, largest first."""
+    """Capture that records the number of rows of each captured step, largest first."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -65,7 +67,7 @@ class Repeating:
 
 
 class Bench:
-    """A cache in which all slots have their contexts, and NaN everywhere else."""
+    """Decode graphs over a cache with the contexts of all slots, and NaN everywhere else."""
 
     def __init__(self) -> None:
         self.trunk, self.capture = Trunk(), Repeating()
@@ -112,7 +114,7 @@ def test_decode_graphs_capture_largest_bucket_first(bench: Bench) -> None:
 def test_decode_graphs_keep_captured_inputs_alive(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A captured graph holds addresses, and none of the tensors that lie there."""
+    """A captured graph has the addresses of its tensors, but does not keep them alive."""
     steps: list[weakref.ref[StepAttention]] = []
     decoding = bench.attention.decoding
 
@@ -138,7 +140,7 @@ class Graph:
 
 
 def test_decode_graphs_close_frees_captures_at_once(bench: Bench) -> None:
-    """NCCL waits for the graphs that make its collectives before it ends, collected or not."""
+    """NCCL ends only after graphs with its collectives are freed, so GC would be too late."""
     captured: list[weakref.ref[Graph]] = []
 
     def capture(work: Work) -> Work:
@@ -177,8 +179,8 @@ def test_decode_graphs_read_unknown_tokens_from_last_drawn(bench: Bench) -> None
     slots, drawn = (torch.tensor(it, device=KERNELS_ON) for it in ([4, 2], [33, 11]))
     bench.last_tokens.write(slots, drawn)
     known = bench.graphs.run(bench.decoding([2, 3, 4], [11, 8, 33]), nothing()).clone()
-    told = bench.graphs.run(bench.decoding([2, 3, 4], [UNKNOWN, 8, UNKNOWN]), nothing())
-    assert torch.equal(known, told)
+    resolved = bench.graphs.run(bench.decoding([2, 3, 4], [UNKNOWN, 8, UNKNOWN]), nothing())
+    assert torch.equal(known, resolved)
 
 
 @torch.inference_mode()

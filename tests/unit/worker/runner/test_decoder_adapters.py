@@ -17,7 +17,7 @@ from worker.runner.decoder_adapters import DecoderAdapters
 
 
 class Others:
-    """The other ranks of a group, whose answers to ``agree`` are given."""
+    """Group whose other ranks give the ``answers`` to ``agree``."""
 
     def __init__(self, *answers: bool) -> None:
         self._answers = iter(answers)
@@ -38,7 +38,7 @@ class Placed:
 
 @pytest.fixture(autouse=True)
 def files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The digest of an adapter is its name; the adapter bad cannot be read."""
+    """Replace the reads of adapters: the digest is the name, and the adapter bad is unreadable."""
 
     def read(source: Any, model: Path) -> Adapter:
         if source.name == "bad":

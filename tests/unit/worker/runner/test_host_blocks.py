@@ -1,4 +1,4 @@
-"""Room for blocks in page-locked memory, of which a stand-in takes what torch would."""
+"""Page-locked memory for KV blocks, with a stand-in for torch's allocator."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_host_block_pieces_waste_less_than_one_block_each(
 
 
 class Memory:
-    """Page-locked memory that is none."""
+    """Allocator of ordinary memory in place of page-locked memory, which records sizes."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []

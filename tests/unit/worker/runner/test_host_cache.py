@@ -1,5 +1,7 @@
-"""Copies of KV blocks in the host's memory: one contract, for copies that are done at once, and for
-those beside a device's computation, on streams that put off what they may."""
+"""Copies of KV blocks in host memory: one contract for synchronous and streamed copies.
+
+The streams delay copies as far as their synchronisation permits.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ BLOCKS, PLACES, STAGED = 5, 4, 2
 
 
 class Bench(Protocol):
-    """A HostCache with PLACES places over ``cache``, beside which something is computed."""
+    """HostCache with PLACES places over ``cache``, and a device that computes meanwhile."""
 
     cache: KVCache
     host: HostCache
@@ -48,16 +50,16 @@ class Plain:
 
 class Lazy:
     def __init__(
-        self, cache: KVCache, seed: int = 0, deaf: frozenset[tuple[str, str]] = frozenset()
+        self, cache: KVCache, seed: int = 0, ignored: frozenset[tuple[str, str]] = frozenset()
     ) -> None:
-        self._device = LazyDevice(Random(seed), deaf)
+        self._device = LazyDevice(Random(seed), ignored)
         self.cache = cache
         self.host = StreamedHostCache(cache, PLACES, STAGED, self._device.streams)
         self.compute, self.finish = self._device.compute.run, self._device.finish
 
     @contextmanager
     def breaking_off(self) -> Iterator[None]:
-        """After the first block that comes back."""
+        """Make loads fail after their first block."""
         into = self._device.streams.into
         copy = into.copy
 
@@ -134,8 +136,10 @@ def test_host_cache_orders_copies_with_computation(
 
 
 def history(this: Bench, seed: int) -> tuple[list[float], list[float]]:
-    """Steps that save, load, read and write blocks, up to three at once: what was read, and what
-    the cache holds at the end."""
+    """Run random steps that save, load, read and write up to three blocks each.
+
+    Return the values that were read, and the final content of the cache.
+    """
     rng, read, kept = Random(seed), list[float](), set[int]()
     tensor, fresh = this.cache.tensor, float(BLOCKS)
     for _ in range(8):

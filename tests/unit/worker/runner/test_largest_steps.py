@@ -36,14 +36,14 @@ def test_largest_steps_respect_limits(
 ) -> None:
     tokens = max_num_seqs + more_tokens
     plans = largest_steps(max_num_seqs, tokens, max_model_len, num_drafts)
-    room = num_blocks(plans)
+    limit = num_blocks(plans)
     for plan in plans:
         rows = plan.rows
         assert len(rows) == max_num_seqs and rows.samples.all()
         assert (rows.counts > 0).all() and plan.num_tokens <= tokens
         ends = rows.starts + rows.counts
-        assert ends.max() <= max_model_len and blocks_for(int(ends.max())) <= room
-        assert rows.tables.max() < room
+        assert ends.max() <= max_model_len and blocks_for(int(ends.max())) <= limit
+        assert rows.tables.max() < limit
     prompts, _ = plans
     drafts = int(plans[1].rows.num_drafts.max())
     assert prompts.num_tokens == min(tokens, max_num_seqs * (max_model_len - 1 - drafts))

@@ -1,4 +1,4 @@
-"""Log probabilities of rows that are not as they should be; the others: test_sampler.py."""
+"""Log probabilities of rows with unusual logits; test_sampler.py has the other tests."""
 
 from __future__ import annotations
 

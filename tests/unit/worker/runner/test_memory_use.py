@@ -12,7 +12,7 @@ from worker.config import WorkerConfig
 from worker.runner.kv_blocks import MemoryUse, count_blocks
 
 MIB = 1 << 20
-#: 24 GiB, of which 22,118 MiB may be used.
+#: Memory of a GPU with 24 GiB, of which 22,118 MiB are allowed.
 USE = MemoryUse(total=24_576 * MIB, outside=500 * MIB, step=17_000 * MIB, graphs=200 * MIB)
 CONFIG = WorkerConfig(model="m")
 BLOCK = 4 * MIB
@@ -50,10 +50,10 @@ def test_count_blocks_fills_allowance_to_the_block(
 
 
 def test_memory_shortage_names_amount_and_remedy() -> None:
-    with pytest.raises(ValueError, match="lacks 86 MiB for a KV cache of 32 tokens") as told:
+    with pytest.raises(ValueError, match="lacks 86 MiB for a KV cache of 32 tokens") as failure:
         count_blocks(USE._replace(step=21_500 * MIB), CONFIG, BLOCK, num_extra=0)
     for size in ("24576 MiB", "0.9 allows 22119", "step take 21500", "decoding 200", "tensors 500"):
-        assert size in str(told.value)
+        assert size in str(failure.value)
     for setting in (
         "batched_tokens",
         "num_seqs",
@@ -61,8 +61,8 @@ def test_memory_shortage_names_amount_and_remedy() -> None:
         "larger gpu_memory",
         "kv_cache_mib",
     ):
-        assert setting in str(told.value)
-    assert "max_model_len" not in str(told.value)
+        assert setting in str(failure.value)
+    assert "max_model_len" not in str(failure.value)
 
 
 def test_count_blocks_refuses_context_without_room() -> None:

@@ -1,4 +1,4 @@
-"""Memory of a worker besides its KV cache, on a device that only counts."""
+"""Memory of a worker besides its KV cache, on a device that only counts allocations."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from worker.runner.kv_blocks import (
 DEMO_MODEL = Path(__file__).parents[4] / "cluster" / "demo_model"
 CPU = torch.device("cpu")
 WEIGHTS, SCRATCH, CODE = 5_000, 300, 70
-#: What a token of a step takes for a while, and captured decoding for good, outside of tensors too.
+#: Temporary memory per token of a step; lasting memory of decode graphs in and outside tensors.
 TOKEN, POOL, GRAPHS = 10, 400, 33
 
 
 class CountedMemory:
-    """A DeviceMemory. What tensors gave back is kept for others, as torch does."""
+    """DeviceMemory that keeps freed memory for other tensors, as torch does."""
 
     def __init__(self, total: int = 100_000, outside: int = 1_000) -> None:
         self.total = total
@@ -65,7 +65,7 @@ class CountedMemory:
 
 
 class Counted(FakeRunner):
-    """Runner whose first step loads code, and whose steps of over ``most`` tokens lack memory."""
+    """Runner whose first step loads code, and which runs out of memory above ``most`` tokens."""
 
     def __init__(self, memory: CountedMemory, most: int = 1_000) -> None:
         super().__init__(4, model=WorkerConfig().fake)

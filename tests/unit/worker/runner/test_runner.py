@@ -39,12 +39,12 @@ SCORES = SamplingParams(temperature=0.0, prompt_logprobs=2)
 
 
 def best(token: int) -> int:
-    """The greedy token after ``token``."""
+    """Return the greedy token after ``token``."""
     return int(TABLE[token].argmax())
 
 
 class TableModel:
-    """A Model; with ``log`` it notes what happens, and how many logits were asked for."""
+    """Model whose logits are a table; records its calls, and the rows of logits, in ``log``."""
 
     def __init__(self, rank: int = 0, log: list[Any] | None = None) -> None:
         self.table = TABLE.clone()
@@ -77,7 +77,7 @@ class NoAttention:
 
 
 class LoggedHost:
-    """A HostCache that notes its copies."""
+    """HostCache that records its copies."""
 
     num_blocks = 5
 
@@ -92,18 +92,18 @@ class LoggedHost:
 
 
 class OneOfTwo(Group):
-    """Rank 0, which notes what it tells, or rank 1, which hears ``word``."""
+    """Rank 0, which records its broadcasts, or rank 1, which receives ``word``."""
 
     size = 2
 
     def __init__(self, rank: int, word: list[Any] | None = None) -> None:
         self.rank = rank
-        self.told: list[list[Any]] = []
+        self.broadcasts: list[list[Any]] = []
         self._word = word
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         if self.rank == 0:
-            self.told.append(tensor.tolist())
+            self.broadcasts.append(tensor.tolist())
         else:
             word = torch.tensor(self._word)
             assert word.shape == tensor.shape and word.dtype == tensor.dtype
@@ -156,7 +156,7 @@ def test_runner_saves_then_loads_before_forward() -> None:
 
 
 class Greedy(TableModel):
-    """Wants more memory than any machine has."""
+    """Model that raises ``error``, or allocates more memory than any machine has."""
 
     def __init__(self, error: RuntimeError | None = None) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ def test_runner_keeps_errors_unrelated_to_memory(says: str) -> None:
 
 
 class Unreachable:
-    """A HostCache on a device that fails."""
+    """HostCache on a failed device."""
 
     num_blocks = 1
 
@@ -397,8 +397,11 @@ def test_runner_waits_for_prompt_scores_only_at_results(monkeypatch: pytest.Monk
 
 
 def test_runner_waits_for_step_without_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the host launches all parts of a long prompt before the device has computed one: who
-    comes meanwhile waits for all of them, and the last looks like a step that does not end."""
+    """Results of a chunk that samples nothing are awaited as well.
+
+    Otherwise the host launches all chunks of a long prompt before the device has computed one.
+    New requests would wait for all of them, and the last chunk would look like a hung step.
+    """
     waited = []
     wait = HostCopy.wait
     monkeypatch.setattr(HostCopy, "wait", lambda this: waited.append(this) or wait(this))
@@ -453,7 +456,7 @@ def test_runner_numbers_the_adapters_of_tokens() -> None:
     assert model.adapters.pop().tolist() == [1, 2]
     runner.execute(plan(row(1, (9,), 2)))
     assert model.adapters.pop() is None
-    # The engine releases no slot that it gives to another sequence in the same step.
+    # The engine does not release a slot that it reassigns in the same step.
     runner.execute(plan(row(0, (3,)), row(2, (6,)), admissions=[adapted(0, ""), adapted(2, "b")]))
     assert model.adapters.pop().tolist() == [0, 2]
     runner.release([2])
@@ -481,7 +484,7 @@ def test_runner_captures_no_step_with_adapters() -> None:
 
 
 def batch() -> Plan:
-    """A row with drafts, one that does not sample, one that fails, one that scores its prompt."""
+    """Return a plan with drafts, a row without sampling, a failing row, and prompt scores."""
     grammar = Grammar(GrammarKind.REGEX, ("never",))
     refusing = SamplingParams(grammar=grammar, min_tokens=1)
     stop = 9
@@ -510,7 +513,7 @@ WORD = [
 def test_rank_0_sends_drawn_tokens_and_failures() -> None:
     group = OneOfTwo(0)
     results = build(group=group).execute(batch())
-    assert group.told == [WORD]
+    assert group.broadcasts == [WORD]
     assert results == build().execute(batch())[:2] + results[2:]
     assert (
         str(results[2].error)
@@ -530,15 +533,17 @@ def test_follower_rank_uses_results_of_rank_0() -> None:
 
 
 class Refusing(FakeGrammar):
-    """Cannot follow what there is."""
+    """Grammar that rejects the output so far."""
 
     def matcher(self, stop_token_ids: frozenset[int], output: Sequence[int]) -> Any:
         raise InvalidRequest(f"{list(output)} is not of the grammar")
 
 
 def plain_batch() -> Plan:
-    """A row that is drawn, one that is not, one to which no token is left, and one whose grammar
-    gives up."""
+    """Return a plan without drafts: one row samples, one does not, and two fail.
+
+    The failing rows have no permitted token, and a grammar that rejects the output.
+    """
     grammar = Grammar(GrammarKind.REGEX, ("never",))
     sampling = SamplingParams(grammar=grammar, min_tokens=1)
     admissions = [
@@ -554,12 +559,12 @@ def plain_batch() -> Plan:
 def test_rank_0_sends_draftless_tokens_before_reading_them() -> None:
     group = OneOfTwo(0)
     step = build(group=group)._launch(plain_batch())
-    assert group.told == []
+    assert group.broadcasts == []
     step.sample()
-    [[token, *marks]] = group.told
+    [[token, *marks]] = group.broadcasts
     assert token == best(2) and [mark < 0 for mark in marks] == [True, True]
     results = step.results()
-    assert len(group.told) == 1
+    assert len(group.broadcasts) == 1
     assert [result.tokens for result in results] == [(best(2),), (), (), ()]
     assert [str(result.error) for result in results[2:]] == [
         "no token is left to sample: excluded by the grammar and min_tokens",
@@ -585,7 +590,7 @@ def test_rank_0_sends_nothing_for_step_without_results() -> None:
     group = OneOfTwo(0)
     admitted = [admission(GREEDY, PROMPT)]
     build(group=group).execute(plan(row(0, PROMPT[:3], samples=False), admissions=admitted))
-    assert group.told == []
+    assert group.broadcasts == []
 
 
 def test_runner_fails_row_whose_output_violates_grammar() -> None:

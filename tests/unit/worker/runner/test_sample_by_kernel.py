@@ -1,4 +1,4 @@
-"""Sampling by a kernel, in Triton's interpreter where there is no GPU: torch's tokens."""
+"""Sampling by a kernel, in Triton's interpreter without a GPU, compared with torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampler against transformers: what each feature does to a row, and to no other row."""
+"""Sampler, compared with transformers: each feature affects its own row only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from worker.runner.history import Histories, PenalisedRow
 from worker.runner.sampler import Sampler, SamplingRequest, SamplingRequests
 
 CPU = torch.device("cpu")
-#: Two words of a mask, the second not full.
+#: Tokens of two words of a mask, the second of which is partial.
 VOCAB = 40
 PROMPT = (3, 3, 9, 21, 38)
 OUTPUT = (7, 9, 7, 30, 7)
@@ -60,7 +60,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 def some_tokens(output: Sequence[int]) -> set[int]:
-    """A grammar: what may come depends on the last token; the stop tokens always may."""
+    """Return the tokens that the grammar allows after ``output``, including all stop tokens."""
     last = output[-1] if output else 0
     return {token for token in range(VOCAB) if (token + last) % 3} | {*STOPS}
 
@@ -72,7 +72,7 @@ def params(feature: dict[str, Any], **more: Any) -> SamplingParams:
 def admit(
     sampling: SamplingParams, prompt: Iterable[int] = PROMPT, **fields: Any
 ) -> tuple[Admission, Callable[[Sequence[int]], set[int]] | None]:
-    """And what its grammar allows."""
+    """Return an admission, and the function of the tokens that its grammar allows."""
     allowed = some_tokens if sampling.grammar else None
     grammar = FakeGrammar(allowed) if allowed else None
     return admission(sampling, prompt, stops=STOPS, grammar=grammar, **fields), allowed
@@ -218,7 +218,7 @@ def test_sampler_follows_shaped_distribution(feature: str, filters: dict[str, An
 
 
 def mixed_batch() -> list[tuple[Admission, SamplingRequest]]:
-    """Every row with other parameters, some with drafts, one with no feature at all."""
+    """Return rows with different parameters: some have drafts, and one has no feature."""
     rng = Random(8)
     batch = [(admission(SamplingParams(seed=99), PROMPT), SamplingRequest(0, 0))]
     for slot, feature in enumerate([*FEATURES.values()] * 3, 1):
@@ -238,7 +238,7 @@ def mixed_batch() -> list[tuple[Admission, SamplingRequest]]:
 
 
 def rows_of(batch: Iterable[tuple[Admission, SamplingRequest]]) -> Tensor:
-    """Logits that belong to the slot, whatever the batch."""
+    """Return logits that depend on the slot only, not on the batch."""
     return torch.cat([logits(4, seed=ask.slot)[: 1 + len(ask.drafts)] for _, ask in batch])
 
 
@@ -269,7 +269,7 @@ def test_sampler_confines_nonfinite_logits_to_their_row(broken: float) -> None:
         batch = mixed_batch()
         scores = rows_of(batch)
         first = sum(1 + len(ask.drafts) for _, ask in batch[:victim])
-        scores[first, VOCAB - 1] = broken  # a token that some masks rule out
+        scores[first, VOCAB - 1] = broken  # a token that some masks exclude
         results = sampler(*(this for this, _ in batch)).sample(
             scores, SamplingRequests.of([ask for _, ask in batch])
         )
@@ -283,7 +283,7 @@ def test_sampler_confines_nonfinite_logits_to_their_row(broken: float) -> None:
 
 
 class Counted(TorchDispatchMode):
-    """Counts torch's calls."""
+    """Dispatch mode that records the calls of torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,7 +324,7 @@ def test_sampler_skips_unused_features() -> None:
     assert "aten.topk.default" not in calls(3)
 
 
-#: What lets the host wait for the device.
+#: Operations that make the host wait for the device.
 WAITS = {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.masked_select.default"}
 
 
@@ -366,16 +366,16 @@ def test_sampler_waits_for_device_only_at_results(
         tokens = this_sampler.launch(rows_of(batch), prepared)
     assert not waited
     assert not WAITS & {*counted.calls}
-    told = [this for this, _ in batch if this.sampling.logprobs is not None]
+    scored = [this for this, _ in batch if this.sampling.logprobs is not None]
     results = tokens.results()
-    assert waited == [(len(batch),), (len(told), 2 + 2 * 3)]
+    assert waited == [(len(batch),), (len(scored), 2 + 2 * 3)]
     assert results == expected
 
 
 # drafts
 
 WORDS = 12
-#: A language in which the last two tokens say what follows.
+#: Logits of the next token, which depend on the last two tokens.
 LANGUAGE = torch.randn(WORDS, WORDS, WORDS, generator=torch.Generator().manual_seed(6)) * 1.5
 
 
@@ -458,7 +458,7 @@ def test_sampler_drafts_change_no_token(sampling: SamplingParams, rng: Random) -
         drafted = Generation(sampling, propose).run(16)
         assert drafted.tokens[: len(future)] == future, propose.__name__
         assert drafted.logprobs[: len(plain.logprobs)] == plain.logprobs
-    # A row with three right drafts makes four tokens.
+    # A row with three correct drafts yields four tokens.
     assert Generation(sampling, right).run(16).steps == math.ceil((len(future) - 4) / 4)
 
 
@@ -537,7 +537,7 @@ def test_logprob_rank_is_shared_by_ties() -> None:
     assert (result.tokens, result.logprobs[0].rank) == ((2,), 1)
 
 
-# what cannot go on
+# failures
 
 
 def failure(this: Admission, drafts: tuple[int, ...] = ()) -> str:
@@ -577,7 +577,7 @@ def test_sampler_row_without_tokens_fails_with_cause() -> None:
 
 
 class Failing(FakeGrammar):
-    """Raises in the ``method`` of its matcher, or already in ``matcher``."""
+    """Grammar that fails in ``matcher``, or in a method of the matcher."""
 
     def __init__(self, method: str) -> None:
         super().__init__(some_tokens)
@@ -602,7 +602,7 @@ def test_sampler_grammar_error_fails_its_own_row(method: str) -> None:
 
 
 def test_sampler_masks_of_a_step_share_start_time() -> None:
-    moments: list[float] = []
+    times: list[float] = []
 
     class Watched(FakeGrammar):
         def matcher(self, stop_token_ids: frozenset[int], output: Sequence[int]) -> FakeMatcher:
@@ -610,7 +610,7 @@ def test_sampler_masks_of_a_step_share_start_time() -> None:
             mask = matcher.mask
 
             def watched(drafts: Sequence[int], into: Tensor, waiting_since: float) -> int:
-                moments.append(waiting_since)
+                times.append(waiting_since)
                 return mask(drafts, into, waiting_since)
 
             matcher.mask = watched  # type: ignore[method-assign]
@@ -623,8 +623,8 @@ def test_sampler_masks_of_a_step_share_start_time() -> None:
         this_sampler.sample(
             logits(3), SamplingRequests.of([SamplingRequest(slot, position) for slot in range(3)])
         )
-    assert len(moments) == 6
-    assert len({*moments[:3]}) == len({*moments[3:]}) == 1 and moments[0] < moments[3]
+    assert len(times) == 6
+    assert len({*times[:3]}) == len({*times[3:]}) == 1 and times[0] < times[3]
 
 
 def test_sampler_fails_row_with_uncompiled_grammar() -> None:

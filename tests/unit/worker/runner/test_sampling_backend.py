@@ -1,4 +1,4 @@
-"""Sampling tokens: the distribution is exactly the filtered one, and nobody's neighbour matters."""
+"""Sampling of tokens: exact filtered distribution, independent of the other rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decision whether swapping is faster, by one rank for all."""
+"""Decision of rank 0, for all ranks, whether swapping is faster."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from worker.runner import swap
 from worker.runner.fake_runner import FakeRunner
 from worker.runner.swap import SwapCost, build_host_cache
 
-#: A block of 1 MiB.
+#: Cache with blocks of 1 MiB.
 CACHE = KVCache(4, 4, 8, 128, torch.float32, torch.device("cpu"))
 SWAP = WorkerConfig(model="fake", preemption="swap", swap_mib=3)
 
 
 class Clock:
-    """Time that passes only where it is told to."""
+    """Clock that advances only by assignment."""
 
     now = 0.0
 
@@ -48,7 +48,7 @@ class Timed(FakeRunner):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Copying a block costs a second, each way."""
+    """Return a clock which each copy of a block, in each direction, advances by 1 s."""
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", clock)
     for name in ("save", "load"):
@@ -75,7 +75,7 @@ def test_host_cache_is_not_built_if_computing_is_faster(clock: Clock) -> None:
 
 
 class Follower(Group):
-    """A rank whose rank 0 says ``word``."""
+    """Rank 1 of two, which receives ``word`` from rank 0."""
 
     rank, size = 1, 2
 

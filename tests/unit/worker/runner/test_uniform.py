@@ -1,4 +1,4 @@
-"""The uniform number of a token: fixed for ever, and as even as chance."""
+"""Uniform numbers of tokens: equal in all versions, and evenly distributed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
 
 def uniforms(*points: int | Sequence[int]) -> list[float]:
-    """Return the numbers of the ``points`` seed, choice and position, which are broadcast."""
+    """Return the uniform numbers of ``points``: seed, choice and position, which are broadcast."""
     columns = np.broadcast_arrays(*(np.array(point, np.uint64) for point in points))
     return uniform_module.uniform(*columns).tolist()
 

@@ -22,7 +22,7 @@ from worker.runner.warm_up import warm_up_plans
 
 
 def forms(counts: Ints, group: int, kv_heads: int) -> set[tuple[int, int, int]]:
-    """Return the forms of the tiles of rows with ``counts`` tokens on an H100."""
+    """Return (tokens, block_rows, splits) of tiles on an H100 for rows with ``counts`` tokens."""
     cache = SimpleNamespace(tensor=torch.empty(0), kv_heads=kv_heads)
     attention = GpuAttention(cache, 132)  # type: ignore[arg-type]
     tile_sets = attention._tile_sets(counts, None, Parcel(torch.device("cpu")))

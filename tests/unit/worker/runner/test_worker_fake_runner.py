@@ -1,4 +1,4 @@
-"""The fake runner is a detector: each of these faults of a plan must change the token."""
+"""Detection of faults by the fake runner: each fault of a plan must change the token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def runner(
     model: FakeModel = MODEL,
     stop_token_ids: frozenset[int] = frozenset(),
 ) -> FakeRunner:
-    """Four blocks, two places, and in slot 0 a sequence whose prompt counts from 1."""
+    """Return a runner with 4 blocks and 2 host blocks, whose prompt in slot 0 is 1, 2, 3, ..."""
     this = FakeRunner(4, model, num_host_blocks=2)
     tokens = tuple(prompt(num_prompt))
     admission = Admission(0, tokens, num_prompt, sampling, stop_token_ids, choice)
@@ -205,7 +205,7 @@ def check(this: TokenLogprobs, token: int, num_top: int) -> None:
 
 
 def after_four(num_prompt: int, grammar: object = None, penalty: float = 0.0) -> int:
-    """Return the token after 1, 2, 3, 4, of which ``num_prompt`` are the prompt."""
+    """Return the token after 1, 2, 3, 4, the first ``num_prompt`` of which are the prompt."""
     sampling = SamplingParams(temperature=0.0, presence_penalty=penalty)
     tokens = (1, 2, 3, 4)
     admission = Admission(0, tokens, num_prompt, sampling, frozenset(), 0, grammar)

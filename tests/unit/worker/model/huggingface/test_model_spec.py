@@ -21,7 +21,7 @@ from worker.model.spec import (
     UnsupportedModel,
 )
 
-#: As transformers 4 wrote a Llama 3.1.
+#: Configuration of a Llama 3.1, as transformers 4 wrote it.
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -45,7 +45,7 @@ LLAMA = {
 
 
 def write(directory: Path, **changes: Any) -> Path:
-    """A value of None takes the key away."""
+    """Write the configuration of LLAMA with ``changes``; None removes a key."""
     config = {key: value for key, value in (LLAMA | changes).items() if value is not None}
     (directory / "config.json").write_text(json.dumps(config))
     return directory

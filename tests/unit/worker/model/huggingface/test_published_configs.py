@@ -1,4 +1,4 @@
-"""Configs in the words of those that model makers published, and what they come to."""
+"""Published configurations of models, and the specs that are read from them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Json = dict[str, Any]
 
 
 def config(name: str, model_type: str, sizes: tuple[int, ...], **others: Any) -> Json:
-    """``sizes``: vocabulary, hidden, MLP, layers, heads, KV heads."""
+    """Return a configuration with ``sizes``: vocabulary, hidden, MLP, layers, heads, KV heads."""
     keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     keys += ("num_attention_heads", "num_key_value_heads")
     return {"architectures": [name], "model_type": model_type} | dict(
@@ -308,7 +308,7 @@ PUBLISHED: dict[str, Json] = {
     "Qwen 3 30B-A3B": QWEN_3_30B_A3B,
     "OLMoE 1B-7B": OLMOE_1B_7B,
 }
-#: What files may leave out: its default is the family's.
+#: Keys that files may omit: their defaults depend on the family.
 OPTIONAL = {
     "max_position_embeddings",
     "rms_norm_eps",
