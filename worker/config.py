@@ -213,6 +213,9 @@ class WorkerConfig:
     join_timeout: Positive = 120.0
     #: seconds that a stopping worker waits for its returned sequences to reach the routers
     drain_timeout: Positive = 1.0
+    #: seconds without a heartbeat after which another rank is considered frozen; the worker then
+    #: ends. Ranks send a heartbeat every 0.2 s
+    rank_silence: Annotated[float, Field(ge=0.5)] = 1.0
     #: seconds after which a step is considered stuck, provided that it also takes ten times as long
     #: as recent steps predict; the worker then ends
     step_timeout: Positive = 5.0

@@ -19,8 +19,6 @@ from worker.parallel.watchdog import WakingTime, Watchdog
 
 #: Seconds between two checks of the step and of the other ranks.
 _CHECK_INTERVAL_S = 0.2
-#: Seconds without a heartbeat after which a rank that has sent one is considered frozen.
-_HEARTBEAT_TIMEOUT_S = 1.0
 #: Seconds after the end of the connection in which a rank above 0 may still read rank 0's stop
 #: entry. If it has not read one by then, rank 0 is considered lost.
 _STOP_GRACE_S = 0.4
@@ -31,7 +29,8 @@ class LivenessMonitor:
 
     If a step takes longer than ``watchdog`` allows, or a rank is lost, the monitor calls ``end``
     with a message that states the cause. It may do so repeatedly. ``log`` is this rank's end of the
-    step log, or None for a worker of a single rank.
+    step log, or None for a worker of a single rank. A rank that has sent a heartbeat is considered
+    frozen after ``silence_s`` seconds without another one.
     """
 
     def __init__(
@@ -39,10 +38,12 @@ class LivenessMonitor:
         watchdog: Watchdog,
         log: StepLogWriter | StepLogReader | None,
         end: Callable[[str], None],
+        silence_s: float,
     ) -> None:
         self._watchdog = watchdog
         self._log = log
         self._end = end
+        self._silence_s = silence_s
         self._time = WakingTime(2 * _CHECK_INTERVAL_S)
         self._now = 0.0
         #: by rank, the time of its last heartbeat
@@ -92,8 +93,8 @@ class LivenessMonitor:
         if (cause := self._watchdog.overdue(self._now)) is not None:
             self._end(cause)
         for rank, received_at in self._last_heartbeats.items():
-            if self._now - received_at > _HEARTBEAT_TIMEOUT_S:
-                self._end(f"rank {rank} was silent for more than {_HEARTBEAT_TIMEOUT_S:g} s")
+            if self._now - received_at > self._silence_s:
+                self._end(f"rank {rank} was silent for more than {self._silence_s:g} s")
 
     def _check_rank_0(self, log: StepLogReader) -> None:
         if not log.is_cut_off():

@@ -61,7 +61,11 @@ class RankActor:
 
     async def start(self) -> None:
         """Start the rank, and return when it is ready."""
-        on_signal(self._rank.reclaim)
+        # A change of the worker's model replaces the rank, and the signal is for the latest one.
+        on_signal(lambda: self._rank.reclaim())
+        await self._start()
+
+    async def _start(self) -> None:
         self._info = (await self._rank.start()).SerializeToString()
         heap.freeze_heap()
 
@@ -83,7 +87,7 @@ class RankActor:
             if self._is_stopping or (successor := await self._rank.successor()) is None:
                 return
             self._rank = successor
-            await self.start()
+            await self._start()
 
     async def has_no_router(self) -> bool:
         """Return whether no router is connected to the ready worker; perhaps none knows it."""

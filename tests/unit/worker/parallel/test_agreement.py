@@ -1,4 +1,4 @@
-"""Rank 0's word on a step, as the other ranks hear it."""
+"""Encoding of rank 0's results of a step for the other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a step is taken for one that will not end."""
+"""Time limits of steps, after which a step counts as hung."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TIMEOUT_S = 5.0
 
 
 def known(*steps: tuple[int, float]) -> StepTimes:
-    """After eight steps of one token and no time, and these: tokens, seconds."""
+    """Return step times of eight steps of one token in 0 s, and of ``steps`` (tokens, seconds)."""
     times = StepTimes(TIMEOUT_S)
     for num_tokens, seconds in [*[(1, 0.0)] * 8, *steps]:
         times.record(num_tokens, seconds)

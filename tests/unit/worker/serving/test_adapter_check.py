@@ -1,4 +1,4 @@
-"""Workers that cannot load an adapter at run time say why, before they look at its files."""
+"""Refusals of adapters that a worker cannot load at run time, before their files are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots of a worker for LoRA adapters: who gets one, who waits, and who loses it."""
+"""Slots of a worker for LoRA adapters: assignment, waits and eviction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def key(number: int) -> SequenceKey:
 
 
 class Bench:
-    """A table, with an engine that fills the slots when it is told to."""
+    """Adapter table with a fake engine, whose loads end when the test says so."""
 
     def __init__(self, num_slots: int, *loaded: str) -> None:
         self.table = AdapterTable(num_slots, map(version, loaded))

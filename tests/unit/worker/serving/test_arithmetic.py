@@ -34,14 +34,14 @@ def test_arithmetic_is_named_if_no_batch_changes_results(
 
 @pytest.mark.parametrize("architecture", ["GPT2LMHeadModel", "Olmo2ForCausalLM"])
 def test_arithmetic_of_transformers_modules_is_not_named(architecture: str, tmp_path: Path) -> None:
-    """Results of torch's products depend on the batch."""
+    """Products by torch are not batch-invariant."""
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
     config = WorkerConfig(model=str(tmp_path), device="cpu", dtype="float32")
     assert _arithmetic(config) == ""
 
 
 def test_dtype_names_what_changes_results() -> None:
-    """Workers of one model must announce the same."""
+    """All workers of a model must announce the same dtype."""
     config = WorkerConfig(model="m", device="cpu", dtype="float32")
     assert _dtype(config) == "torch.float32"
     assert _dtype(replace(config, kv_cache_dtype="fp8")) == "torch.float32, fp8 KV cache"

@@ -1,4 +1,4 @@
-"""Tokens of the prefixes that a worker has."""
+"""Tokens of the prefixes that a worker has cached."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ def held(store: ChunkStore, prompt: Iterable[int], salt: bytes = SALT) -> list[b
 
 
 def run(engine: Engine, store: ChunkStore, *sequences: Sequence) -> set[bytes]:
-    """Until all are over; the store has what the caches have after each step. Return the chunks
-    that were in host memory."""
+    """Run the sequences to their end, and return the chunks that were in host memory.
+
+    Check after each step that the store has the chunks of both caches.
+    """
     for each in sequences:
         engine.add(each)
     on_host: set[bytes] = set()
@@ -116,7 +118,7 @@ def test_generated_tokens_are_stored_with_their_chunk() -> None:
 
 
 def test_store_has_what_the_caches_have() -> None:
-    """There are more prompts than fit, preemptions, and blocks in host memory."""
+    """The load has more prompts than fit, preemptions, and blocks in host memory."""
     bounds = limits(40, 4, 512, max_model_len=8192, num_host_blocks=32)
     this, store = engine(bounds, MODEL), ChunkStore()
     sequences = [

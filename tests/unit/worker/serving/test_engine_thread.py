@@ -1,4 +1,4 @@
-"""The thread that a rank's engine lives in."""
+"""Thread of a rank's engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from worker.serving.startup import Startup
 def test_engine_thread_keeps_cause_if_runner_close_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After an illegal access, a GPU answers every call with that error."""
+    """A GPU answers every call after an illegal access with that error."""
 
     class Lost(FakeRunner):
         def close(self) -> None:

@@ -25,7 +25,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """File, start and length of each advice."""
+    """Return the list of (file, start, length) of each call of posix_fadvise."""
     asked: list[tuple[str, int, int]] = []
 
     def advise(descriptor: int, start: int, length: int, advice: int) -> None:

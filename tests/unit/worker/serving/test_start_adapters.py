@@ -53,7 +53,7 @@ def test_start_with_another_adapter_can_continue_elsewhere(
 
 
 class LoadingEngine(RecordingEngine):
-    """Records the orders to load adapters and the drain: the number of starts before it."""
+    """Engine that records loads of adapters, and the number of starts before the drain."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ Done = Callable[[ProcessedImages | EverliftError], None]
 
 
 class RecordedImages:
-    """Images that are processed when a test says so."""
+    """Image queue whose processing ends when a test says so."""
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Sequence, Callable[[], bool], Done]] = []
@@ -140,13 +140,13 @@ def test_drain_returns_sequences_whose_images_wait() -> None:
     assert (progress.stop, progress.offset) == (session_pb2.STOP_CAUSE_RETURNED, 1)
 
 
-@pytest.mark.parametrize(("room", "slug"), [(0, "prompt_too_long"), (1, "")])
-def test_tokens_of_images_count_for_the_context(room: int, slug: str) -> None:
-    worker = Worker(max_model_len=len(PROMPT) + IMAGE_TOKENS - 1 + room)
+@pytest.mark.parametrize(("spare", "slug"), [(0, "prompt_too_long"), (1, "")])
+def test_tokens_of_images_count_for_the_context(spare: int, slug: str) -> None:
+    worker = Worker(max_model_len=len(PROMPT) + IMAGE_TOKENS - 1 + spare)
     worker.send(with_image())
     worker.images.finish()
     assert [it.error_slug for it in worker.frame().progress] == ([slug] if slug else [])
-    assert len(worker.engine.started) == room
+    assert len(worker.engine.started) == spare
 
 
 def test_output_that_fills_the_context_ends_at_once() -> None:

@@ -1,4 +1,4 @@
-"""A worker under Ray Serve says that it is ready; tests/e2e has the whole of it."""
+"""Announcement of a ready worker under Ray Serve; tests/e2e has end-to-end tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
 
 def ready_worker(monkeypatch: pytest.MonkeyPatch, answers: list[str | Exception]) -> Any:
-    """A replica that is about to join. The router's deployment answers so, one after the other."""
+    """Return a replica that will announce itself to a router with the given ``answers``."""
     from worker.serving import app
 
     async def announce(info: bytes) -> str:

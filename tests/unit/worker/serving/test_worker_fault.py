@@ -1,4 +1,4 @@
-"""Faults on purpose, as far as they need no process of their own."""
+"""Injected faults that need no process of their own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def test_partitions_delay_no_router_if_none_is_set() -> None:
 
 
 async def passes(partitions: NetworkPartitions, router_id: str) -> asyncio.Task[None]:
-    """Return a task that waits for the connection and has had its chance to pass."""
+    """Return a task that waits for the connection, after it had time to finish."""
     task = asyncio.create_task(partitions.wait_until_connected(router_id))
     for _ in range(3):
         await asyncio.sleep(0)

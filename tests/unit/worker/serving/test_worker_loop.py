@@ -1,4 +1,4 @@
-"""The engine's loop on rank 0 and on the others, without a socket."""
+"""Loop of the engine on rank 0 and on other ranks, without a socket."""
 
 import threading
 import time
@@ -37,7 +37,7 @@ LIMITS = limits(
 
 
 class Log:
-    """Keeps what rank 0 writes, as it would arrive."""
+    """Step log that keeps its entries as other ranks would receive them."""
 
     def __init__(self) -> None:
         self.entries: list[session_pb2.StepLog] = []
@@ -125,18 +125,18 @@ def test_policy_changes_at_same_step_on_every_rank() -> None:
     for epoch in epochs:
         tokens = collected.tokens[SequenceKey(epoch, 0)]
         assert tokens == expected_tokens(prompt(30 + epoch, epoch), 60, MODEL)
-    told = [entry.engine_policy for entry in lead.log.entries if entry.engine_policy]
-    assert told == ["static", "slai", "magnus", "continuous"]
+    policies = [entry.engine_policy for entry in lead.log.entries if entry.engine_policy]
+    assert policies == ["static", "slai", "magnus", "continuous"]
 
     other = engine(LIMITS, MODEL)
     follow(other, lead.log.entries)
     assert other.digest() == lead.engine.digest()
     assert other.load() == lead.engine.load()
-    deaf = [session_pb2.StepLog.FromString(it.SerializeToString()) for it in lead.log.entries]
-    for entry in deaf:
+    incomplete = [session_pb2.StepLog.FromString(it.SerializeToString()) for it in lead.log.entries]
+    for entry in incomplete:
         entry.engine_policy = ""
     with pytest.raises(RanksDisagree):
-        follow(engine(LIMITS, MODEL), deaf)
+        follow(engine(LIMITS, MODEL), incomplete)
 
 
 def test_rank_with_differing_plan_ends_at_next_entry() -> None:
@@ -187,7 +187,7 @@ def test_drain_does_not_return_aborted_sequences() -> None:
 
 
 class IdleInbox(Inbox):
-    """Returns no orders as often as the loop limits the wait, and then the stop order."""
+    """Inbox that is empty while the loop limits the wait, and then returns the stop order."""
 
     def wait(self, timeout_s: float | None) -> Orders:
         return Orders(stop=timeout_s is None)
@@ -233,7 +233,7 @@ def test_fault_reaches_its_rank_beside_other_orders() -> None:
 
 
 class Clock:
-    """Goes on while somebody sleeps."""
+    """Clock that advances only during sleeps, which it records."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -262,12 +262,12 @@ def test_loop_counts_injected_slowness_as_busy() -> None:
 
 
 class Announced:
-    """A loop whose announcements are kept, each with the number of steps executed before it."""
+    """Loop whose announcements are kept, each with the number of steps before it."""
 
     def __init__(self, **bounds: int) -> None:
         self.clock, self.reports = Clock(), list[Report]()
         self.began = self.clock.now
-        self.told: list[tuple[int, FirstSteps]] = []
+        self.announcements: list[tuple[int, FirstSteps]] = []
         self.limits = limits(model=FakeModel(step_time=0.04), **bounds)
         model = FakeModel(step_time=0.04)
         self.engine = Engine(
@@ -280,7 +280,7 @@ class Announced:
             None,
             self.clock.read,
             self.clock.sleep,
-            lambda first: self.told.append((len(self.clock.naps), first)),
+            lambda first: self.announcements.append((len(self.clock.naps), first)),
         )
 
     def turns(self, count: int, *starts: Sequence) -> None:
@@ -294,7 +294,7 @@ def test_loop_announces_first_step_before_running_it() -> None:
     second.confirms_first_step = True
     this.turns(2, first)
     this.turns(2, second)
-    (steps_before, announced), (later, confirmed) = this.told
+    (steps_before, announced), (later, confirmed) = this.announcements
     assert (steps_before, announced.to_confirm) == (0, frozenset())
     assert [outcome.update.waited_s for outcome in announced.outcomes] == [
         this.began - first.arrived_at
@@ -306,9 +306,9 @@ def test_loop_does_not_announce_waiting_sequence() -> None:
     this = Announced(max_num_seqs=1)
     starts = [sequence(this.limits, epoch, prompt(3), max_tokens=9) for epoch in (1, 2)]
     this.turns(9, *starts)
-    assert [outcome.key.epoch for _, it in this.told for outcome in it.outcomes] == [1]
+    assert [outcome.key.epoch for _, it in this.announcements for outcome in it.outcomes] == [1]
     this.turns(1)
-    assert [outcome.key.epoch for _, it in this.told for outcome in it.outcomes] == [1, 2]
+    assert [outcome.key.epoch for _, it in this.announcements for outcome in it.outcomes] == [1, 2]
 
 
 def test_loop_does_not_announce_resumed_sequence_again() -> None:
@@ -317,14 +317,14 @@ def test_loop_does_not_announce_resumed_sequence_again() -> None:
     this.turns(2, only)
     this.engine.preempt(only)
     this.turns(2)
-    assert len(this.told) == 1
+    assert len(this.announcements) == 1
 
 
 def test_prefill_progress_is_reported_in_intervals() -> None:
     this = Announced(max_num_batched_tokens=16, num_blocks=64)
     this.turns(12, sequence(this.limits, 1, prompt(160), max_tokens=9))
-    told = [(round(0.04 * n, 2), it.prefilling) for n, it in enumerate(this.reports, 1)]
-    seen = [(at, each.prefilled_tokens) for at, them in told for each in them]
+    progress = [(round(0.04 * n, 2), it.prefilling) for n, it in enumerate(this.reports, 1)]
+    seen = [(at, each.prefilled_tokens) for at, them in progress for each in them]
     assert seen == [(0.04, 16), (0.16, 64), (0.28, 112), (0.4, 160)][:3]
 
 

@@ -46,7 +46,7 @@ def test_outbox_merges_tokens_until_frame_is_cut() -> None:
 
 
 def test_outbox_merges_residence_and_news() -> None:
-    """The last residence counts, and all that happened since the frame before."""
+    """A frame has the last residence, and the sums of all counts since the previous frame."""
     this = outbox()
     this.push(
         Outcome(A, 5, num_computed=90, update=SequenceUpdate(Residence.PREEMPTED, preemptions=1))
@@ -119,8 +119,8 @@ def test_outbox_occupants_do_not_trigger_a_frame() -> None:
     this.set_occupants((Occupant(2, "old"),))
     this.set_occupants((Occupant(3, "new", prefilling=True),))
     assert not this
-    [told] = cut(this).state.running
-    assert (told.slot, told.request_id, told.prefilling) == (3, "new", True)
+    [occupant] = cut(this).state.running
+    assert (occupant.slot, occupant.request_id, occupant.prefilling) == (3, "new", True)
     assert not cut(this).state.running
 
 

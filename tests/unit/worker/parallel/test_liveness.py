@@ -17,7 +17,7 @@ MANY_LOOKS = 6
 
 
 class Counting(Watchdog):
-    """Says when it was asked often."""
+    """Watchdog that reports when it has been queried MANY_LOOKS times."""
 
     def __init__(self) -> None:
         super().__init__(timeout_s=60.0)
@@ -32,7 +32,7 @@ class Counting(Watchdog):
 
 
 class Bench:
-    """Rank 1's vigil, whose step never ends, and rank 0's end of the step log."""
+    """Liveness monitor of rank 1, whose step never ends, and rank 0's writer of the step log."""
 
     def __init__(self, reader: StepLogReader, writer: StepLogWriter) -> None:
         self.writer = writer
@@ -40,10 +40,10 @@ class Bench:
         self.watchdog = Counting()
         self.watchdog.begin_step(1, 1, time.monotonic())
         self.cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.vigil = LivenessMonitor(self.watchdog, reader, self._end)
+        self.monitor = LivenessMonitor(self.watchdog, reader, self._end, silence_s=1.0)
 
     def _end(self, cause: str) -> None:
-        self.vigil.close()
+        self.monitor.close()
         self.cause.set_result(cause)
 
 
@@ -54,15 +54,15 @@ async def bench() -> AsyncIterator[Bench]:
     writer = listener.accept(2, 10.0)
     listener.close()
     this = Bench(reader, writer)
-    this.vigil.start()
+    this.monitor.start()
     yield this
-    this.vigil.close()
+    this.monitor.close()
     reader.close()
     writer.close()
 
 
 @pytest.mark.parametrize("unread", [0, 2], ids=["all is read", "entries are unread"])
-async def test_vigil_detects_lost_rank_0_during_step(bench: Bench, unread: int) -> None:
+async def test_liveness_monitor_detects_lost_rank_0_during_step(bench: Bench, unread: int) -> None:
     for _ in range(unread):
         bench.writer.write(session_pb2.StepLog(now=1.0))
     bench.writer.close()
@@ -70,14 +70,14 @@ async def test_vigil_detects_lost_rank_0_during_step(bench: Bench, unread: int) 
         assert await bench.cause == "rank 0 is gone"
 
 
-async def test_vigil_ignores_live_rank_0(bench: Bench) -> None:
+async def test_liveness_monitor_ignores_live_rank_0(bench: Bench) -> None:
     bench.writer.write(session_pb2.StepLog(now=1.0))
     async with asyncio.timeout(20.0):
         await bench.watchdog.was_asked_often.wait()
     assert not bench.cause.done()
 
 
-async def test_vigil_ignores_stopped_rank_0(bench: Bench) -> None:
+async def test_liveness_monitor_ignores_stopped_rank_0(bench: Bench) -> None:
     bench.writer.write(session_pb2.StepLog(stop=True))
     bench.writer.close()
     assert next(bench.entries).stop
