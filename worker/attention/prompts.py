@@ -1,8 +1,10 @@
 """Attention of prompts on a GPU by third-party kernels, if these are installed.
 
-A PromptBackend computes consecutive rows of a step, of which the first and the last have many new
-tokens. PromptKernels uses the backend only for the attention forms for which it gave correct
-results in a trial, and no longer uses it after a failure.
+A PromptBackend computes the attention of a span of a step's rows. The span begins with the first
+row that has many new tokens, and ends with the last such row. Rows inside the span may have few.
+
+PromptKernels uses the backend only for the attention forms for which it gave correct results in a
+trial, and no longer uses it after a failure.
 """
 
 from __future__ import annotations

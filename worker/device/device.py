@@ -76,10 +76,12 @@ def arithmetic(device: torch.device, dtype: torch.dtype) -> str:
 
     Equal names that are not empty mean bit-identical results of a row, provided that the dtype is
     the same. Only compiled code for a CPU, in float32 or bfloat16, computes a row with the same
-    bits in any batch. Raises ValueError if such code can be used and native.LEVEL_VARIABLE is
-    invalid.
+    bits in any batch; a CPU with AMX computes bfloat16 with oneDNN instead. Raises ValueError if
+    such code can be used and native.LEVEL_VARIABLE is invalid.
     """
     if device.type != "cpu" or dtype == torch.float16 or native.why_no_code():
+        return ""
+    if dtype == torch.bfloat16 and native.has_amx():
         return ""
     return f"cpu {native.target_name()}"
 

@@ -265,12 +265,11 @@ class Scheduler:
         """Give every sequence in the batch the block that its last token needs.
 
         Sequences that have reached a length limit get none. Blocks that hold only draft tokens are
-        freed first if too few blocks are free. Sequences are then preempted until enough are free.
-        The lowest priority is preempted first, and within a priority the sequence with the fewest
-        computed tokens, which is the cheapest to recompute. The sequence with the most computed
-        tokens among those of the highest priority is thus never preempted. A single preempted
-        sequence is not admitted again in the same step, because too few blocks are left free for
-        it.
+        freed first if too few blocks are free. Sequences are then preempted until enough blocks
+        are free. The lowest priority is preempted first, and within a priority the sequence with
+        the fewest computed tokens, which is the cheapest to recompute. The sequence with the most
+        computed tokens among those of the highest priority is thus never preempted. If only one
+        sequence is preempted, too few blocks are left free to admit it again in the same step.
         """
         growing = self._batch.slot_table.lacking()
         lacking = len(growing)

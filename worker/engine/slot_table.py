@@ -136,7 +136,10 @@ class SlotTable:
         return (lacks & self._is_below_limit).nonzero()[0]
 
     def filling(self, decoding: Ints) -> Ints:
-        """Return the slots in ``decoding`` whose token to compute is the last one of a KV block."""
+        """Return the slots in ``decoding`` whose next decode step fills a KV block.
+
+        The step fills a block if the known token that it computes has the block's last position.
+        """
         is_last: Flags = (self._num_computed[decoding] + 1) % BLOCK_SIZE == 0
         return decoding[is_last]
 

@@ -73,8 +73,8 @@ def gate_and_multiply(
 def gated(x, up, ACTIVATION: tl.constexpr):
     """Return activation(``x``) * ``up``, where ``x`` is the gate; both are fp32.
 
-    The activation gpt_oss limits ``x`` to at most 7 and ``up`` to -7..7, and multiplies by
-    ``up`` + 1.
+    The activation gpt_oss first clamps ``up`` to the range -7..7, and ``x`` to at most 7. Its
+    result is multiplied by the clamped ``up`` plus 1, instead of by ``up``.
     """
     if ACTIVATION == "silu":
         active = x / (1.0 + tl.exp(-x))

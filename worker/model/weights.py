@@ -76,10 +76,11 @@ def load(
     redundant = _untie_if_stored_apart(decoder, {tensor.name: tensor for tensor in tensors})
     pieces = list(decoder.pieces())
     expected = _by_name(pieces)
+    tensors = [it for it in tensors if not it.name.startswith(decoder.unread)]
     if decoder.weight_format is not None:
         tensors = _without_unread(decoder.weight_format, tensors, expected)
     names = [tensor.name for tensor in tensors if tensor.name != redundant]
-    _check_names(directory, expected, [n for n in names if not n.startswith(decoder.unread)])
+    _check_names(directory, expected, names)
     _check_forms(expected, tensors)
     filler = Filler(pieces, progress)
     parts = [_Part(tensor, piece) for tensor in tensors for piece in expected.get(tensor.name, ())]

@@ -208,7 +208,11 @@ def has_bfloat16() -> bool:
 
 
 def has_amx() -> bool:
-    """Return whether the CPU has bfloat16 matrix products (AMX) and LEVEL_VARIABLE is not set."""
+    """Return whether the CPU has bfloat16 matrix products (AMX) and may use them.
+
+    Their use is not allowed if the environment variable that LEVEL_VARIABLE names is set. Raises
+    ValueError if the value of that variable is invalid.
+    """
     return level_limit() is None and bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 
