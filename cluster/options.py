@@ -44,13 +44,15 @@ OPTIONS: Mapping[str, Any] = {
         _REQUEST,
     ),
     "truncate_prompt_tokens": _number(
-        int, "Use only this many last tokens of the prompt; -1: what the output leaves.", _REQUEST
+        int,
+        "Use only this many last tokens of the prompt; -1: as many as fit beside the output.",
+        _REQUEST,
     ),
     "images": Annotated[
         list[Path] | None,
         typer.Option(
             "--image",
-            help="Image in the place of the next placeholder of the prompt. Repeatable.",
+            help="Image for the next placeholder in the prompt. Repeatable.",
             metavar="FILE",
             rich_help_panel=_REQUEST,
         ),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from itertools import accumulate, pairwise
-from math import inf, isinf, sqrt
+from math import inf, sqrt
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -630,7 +630,6 @@ def ours(found: Json) -> Json:
 
 
 def _head(setting: Setting, number: int) -> Json:
-    rate = setting.rate
     return {
         "date": setting.date,
         "endpoint_type": setting.backend,
@@ -639,10 +638,15 @@ def _head(setting: Setting, number: int) -> Json:
         "model_id": setting.model,
         "tokenizer_id": setting.tokenizer,
         "num_prompts": number,
-        "request_rate": "inf" if rate is not None and isinf(rate) else rate,
-        "burstiness": setting.burstiness,
+        "request_rate": _json_number(setting.rate),
+        "burstiness": _json_number(setting.burstiness),
         "max_concurrency": setting.concurrency,
     }
+
+
+def _json_number(value: float | None) -> float | str | None:
+    # JSON has no infinity; vLLM writes an infinite rate in this way too.
+    return "inf" if value == inf else value
 
 
 def _lists(outcomes: Sequence[Outcome], is_detailed: bool) -> Json:

@@ -113,7 +113,7 @@ def check_ledger(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. ledger.shards=4."),
     ] = None,
-    patience: Annotated[
+    recheck_after: Annotated[
         float, typer.Option(help="Seconds until requests that look broken are examined again.")
     ] = TIMEOUT_S,
     as_lines: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -127,7 +127,7 @@ def check_ledger(
     finding.
     """
     config = configuration.load(None, os.environ, assignments or ())
-    result = asyncio.run(_check(with_ledger(config, ledger), patience))
+    result = asyncio.run(_check(with_ledger(config, ledger), recheck_after))
     if as_lines:
         typer.echo(json.dumps(as_json(result)))
     else:

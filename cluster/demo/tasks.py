@@ -127,7 +127,8 @@ def stream(kind: str, rng: Random, *, held_out: bool = False) -> Iterator[Exampl
 def without_colon(example: Example) -> Example:
     """Return the same task without the colon at the end of its prompt.
 
-    Whether the task is held out depends only on the prompt with the colon.
+    The task stays held out from training, or not, as before. ``is_held_out`` decides this only
+    from the prompt with the colon.
     """
     return replace(example, prompt=example.prompt.removesuffix(":"))
 

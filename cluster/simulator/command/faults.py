@@ -23,7 +23,7 @@ Lose = Annotated[list[str] | None, _events("Lose WORKER (from 0) at S seconds.",
 Drain = Annotated[list[str] | None, _events("Drain WORKER (from 0) at S seconds.", "WORKER@S")]
 Add = Annotated[
     list[str] | None,
-    _events("Start NUMBER workers like the first one at S seconds.", "N@S"),
+    _events("Start N workers like the first one at S seconds.", "N@S"),
 ]
 Slow = Annotated[
     list[str] | None,
@@ -32,7 +32,7 @@ Slow = Annotated[
 StartTime = Annotated[
     float,
     typer.Option(
-        min=0, metavar="S", help="Start time of a worker, in seconds.", rich_help_panel=_PANEL
+        min=0, metavar="S", help="Time to start a worker, in seconds.", rich_help_panel=_PANEL
     ),
 ]
 

@@ -1,4 +1,7 @@
-"""Export of a running cluster's kind of worker, with the learned step times, to a kind file."""
+"""Content of a JSON file (see kind_file.py) that describes a kind of worker of a running cluster.
+
+The step times in the file are those that the cluster has learned.
+"""
 
 from __future__ import annotations
 
