@@ -50,7 +50,7 @@ class ActiveModel:
             try:
                 self.note(await self._ledger.is_active(), now())
             except LedgerUnavailable as error:
-                log.warning("active model unknown", cause=str(error))
+                log.warning("active cluster unknown", cause=str(error))
             await asyncio.sleep(_POLL_INTERVAL_S)
 
     def note(self, is_active: bool, now: float) -> None:

@@ -195,8 +195,8 @@ class RouterConfig:
     #: orders shortest, ranked and attained: how long a request yields to others, in multiples of
     #: its estimated wait; a short request (attained: session) yields for a shorter time
     ageing_factor: NotNegative = 1.5
-    #: file of `everlift train-predictor` that predicts output lengths; a new version is loaded at
-    #: once. Empty: the prediction is the mean of recent output lengths
+    #: file of `everlift train-predictor` that predicts output lengths; a new version is loaded
+    #: within two seconds. Empty: the prediction is the mean of recent output lengths
     predictor: str = ""
     #: minimum of Kendall's tau between predicted and actual output lengths; below it, predictions
     #: are not used, and the orders shortest, ranked and hrrn act as fifo

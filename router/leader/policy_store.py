@@ -194,7 +194,7 @@ class RuntimePolicy:
         self._apply(policy)
         effective_settings = self.effective_settings
         log.info(
-            "policy",
+            "policy in effect",
             **effective_settings.values,
             overridden=", ".join(effective_settings.overridden),
         )
