@@ -102,7 +102,7 @@ test-long: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installe
 	$(BIN)/pytest -q -m "long and not soak" -n $(PROCESSES) --dist=worksteal $(ANYWHERE)
 	$(BIN)/pytest -q -m "long and not soak" -n 2 --dist=loadfile --no-loadscope-reorder $(addprefix --ignore=,$(ANYWHERE))
 	SOAK_MINUTES=$${SOAK_MINUTES:-2} FUZZ_CASES=$${FUZZ_CASES:-100000} SCHEMAS=$${SCHEMAS:-10000} $(BIN)/pytest -q -m soak
-	EXAMPLES=2 $(BIN)/pytest -q -m "not long and not soak" -n $(PROCESSES) --dist=worksteal \
+	EXAMPLES=2 $(BIN)/pytest -q -m "not long and not soak" -n $(PROCESSES) --dist=worksteal --timeout=1800 \
 	  tests/property tests/continuation tests/unit/router/chat/parsers tests/integration/router/console
 
 # vLLM's environment also has Everlift, without what Everlift itself requires, the version of Ray that Everlift pins, and

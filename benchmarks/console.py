@@ -90,7 +90,7 @@ class LeaderQueue:
 
     def advance(self, number: int) -> None:
         gone = [self._waiting.popleft() for _ in range(min(number, len(self._waiting)))]
-        self._leader.hear(session_pb2.GatewayMessage(withdraw=gone))
+        self._leader.receive(session_pb2.GatewayMessage(withdraw=gone))
         self._come(len(gone))
 
     def load(self) -> session_pb2.ClusterLoad:

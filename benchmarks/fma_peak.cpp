@@ -1,4 +1,4 @@
-// The most floating-point operations that the cores do: products and sums in registers, nothing else.
+// FMA peak of the cores: products and sums in registers only.
 
 #include <cstdint>
 
@@ -7,7 +7,7 @@
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Whether pairs of bfloat16 are multiplied, as worker/model/panels.h does where it can.
+// Returns whether pairs of bfloat16 are multiplied, as in worker/model/panels.h on CPUs that support it.
 int has_pairs() {
 #if defined(WITH_PAIRS) && defined(PAIRS)
   return 1;
@@ -16,7 +16,7 @@ int has_pairs() {
 #endif
 }
 
-// Runs `rounds` in each thread; the operations of all, a product and a sum being two.
+// Runs `rounds` in each thread; returns the operations of all threads, where an FMA counts as two.
 double work(std::int64_t rounds, int threads) {
   using vector::Floats;
   constexpr int CHAINS = 12;
@@ -24,7 +24,7 @@ double work(std::int64_t rounds, int threads) {
 #pragma omp parallel num_threads(threads) reduction(+ : operations)
   {
     Floats sums[CHAINS];
-    // Unlike each other, or the compiler makes one chain of them.
+    // The values differ, or the compiler would merge the chains.
     for (int i = 0; i < CHAINS; ++i) sums[i] = vector::spread(float(i));
     Floats one = vector::spread(0.999f), other = vector::spread(0.001f);
     for (std::int64_t round = 0; round < rounds; ++round) {

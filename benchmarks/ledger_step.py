@@ -98,7 +98,7 @@ def running_entry(request_id: str) -> Stored:
 
 async def resync_times(ledger: RedisLedger, count: int) -> dict[str, dict[str, float]]:
     """Return the times to resync requests that the ledger has lost, and that it still has."""
-    entries = [running_entry(f"told-{n:06}") for n in range(count)]
+    entries = [running_entry(f"lost-{n:06}") for n in range(count)]
     calls = [lambda it=it: ledger.reassert(it) for it in entries]  # type: ignore[misc]
     return {
         "reassert_lost": milliseconds(await timed(calls)),

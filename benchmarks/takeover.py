@@ -3,7 +3,7 @@
     python benchmarks/takeover.py [--few 100] [--many 1000000] [--rounds 3] [--out FILE]
 
 There are four processes: the old leader, which is killed by SIGKILL; a standby with the product's
-leader; 20 gateways ("fleet") with the product's leader clients; and an embedded ledger for leases
+leader; 20 gateways with the product's leader clients; and an embedded ledger for leases
 and membership. Only the requests are simulated: gateways generate them while they report them, and
 the ledger lets every dispatch succeed. The times follow from the default lease and heartbeat, so
 they depend little on the machine; the lag of the event loops depends on it.
@@ -163,7 +163,7 @@ async def run_old_leader(url: str) -> None:
         await asyncio.sleep(CONFIG.heartbeat)
 
 
-# the fleet
+# the gateways
 
 
 async def run_gateways(url: str, total: int) -> None:
@@ -176,7 +176,7 @@ async def run_gateways(url: str, total: int) -> None:
         await asyncio.sleep(0.01)
     while any(gateway.line._sender for gateway in gateways):
         await asyncio.sleep(0.01)
-    emit(told=total)
+    emit(reported=total)
     lag = LagMonitor()
     while True:
         await asyncio.sleep(0.5)
@@ -222,12 +222,12 @@ async def run_standby(url: str, total: int) -> None:
     server = grpc.aio.server()
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     leader = Leader(CONFIG, "standby", address, ledger)  # type: ignore[arg-type]
-    fleet = Gateway(GATEWAYS, 0).join(leader, address, ledger)  # type: ignore[arg-type]
-    internal = InternalServer(fleet, leader, None, None)  # type: ignore[arg-type]
+    gateway = Gateway(GATEWAYS, 0).join(leader, address, ledger)  # type: ignore[arg-type]
+    internal = InternalServer(gateway, leader, None, None)  # type: ignore[arg-type]
     session_pb2_grpc.add_RouterInternalServicer_to_server(internal, server)
     await server.start()
     tasks = [
-        asyncio.create_task(it) for it in (leader.run(), fleet.run(), run_worker(leader, ledger))
+        asyncio.create_task(it) for it in (leader.run(), gateway.run(), run_worker(leader, ledger))
     ]
     emit(standing_by=True)
     while not leader.is_leading:
@@ -236,11 +236,11 @@ async def run_standby(url: str, total: int) -> None:
     lag = LagMonitor()
     while not ledger.arrivals:
         await asyncio.sleep(0.001)
-    emit(told_before_first=leader.queued + len(ledger.arrivals), first_stall_s=lag.longest_s)
+    emit(queued_before_first=leader.queued + len(ledger.arrivals), first_stall_s=lag.longest_s)
     while leader.queued + len(ledger.arrivals) < total:
         await asyncio.sleep(0.01)
     violations = sum(b < a for a, b in zip(ledger.arrivals, ledger.arrivals[1:], strict=False))
-    emit(all_told=True, at=time.time(), violations=violations, stall_s=lag.longest_s)
+    emit(all_reported=True, at=time.time(), violations=violations, stall_s=lag.longest_s)
     await asyncio.gather(*tasks)
 
 
@@ -277,27 +277,31 @@ class Child:
 async def one_round(url: str, total: int) -> dict[str, float]:
     children = []
     try:
-        for role, sign in (("old", "leading"), ("standby", "standing_by"), ("fleet", "told")):
+        for role, sign in (
+            ("old", "leading"),
+            ("standby", "standing_by"),
+            ("gateways", "reported"),
+        ):
             child = await Child.start(role, url, total)
             children.append(child)
             await child.wait_for(sign)
-        old, standby, fleet = children
+        old, standby, gateways = children
         lost = time.time()
         await old.kill()
         took_over = await standby.wait_for("took_over")
-        first = await fleet.wait_for("dispatched")
-        over = await standby.wait_for("all_told")
-        await fleet.wait_for("stall_s")
-        await fleet.wait_for("stall_s")
+        first = await gateways.wait_for("dispatched")
+        over = await standby.wait_for("all_reported")
+        await gateways.wait_for("stall_s")
+        await gateways.wait_for("stall_s")
         return {
             "took_over_s": took_over["at"] - lost,
             "first_dispatch_s": first["at"] - lost,
-            "all_told_s": over["at"] - lost,
-            "told_before_first": standby.messages["told_before_first"],
+            "all_reported_s": over["at"] - lost,
+            "queued_before_first": standby.messages["queued_before_first"],
             "order_violations": over["violations"],
             "leader_stall_until_first_ms": standby.messages["first_stall_s"] * 1e3,
             "leader_stall_ms": over["stall_s"] * 1e3,
-            "fleet_stall_ms": fleet.messages["stall_s"] * 1e3,
+            "gateway_stall_ms": gateways.messages["stall_s"] * 1e3,
         }
     finally:
         for child in children:
@@ -306,7 +310,12 @@ async def one_round(url: str, total: int) -> dict[str, float]:
 
 def summary(rounds: list[dict[str, float]]) -> dict[str, float]:
     """Return the medians over the rounds; of lag and violations, the largest value."""
-    worst = ("order_violations", "leader_stall_ms", "leader_stall_until_first_ms", "fleet_stall_ms")
+    worst = (
+        "order_violations",
+        "leader_stall_ms",
+        "leader_stall_until_first_ms",
+        "gateway_stall_ms",
+    )
     return {
         name: (max if name in worst else statistics.median)([one[name] for one in rounds])
         for name in rounds[0]
@@ -331,7 +340,7 @@ async def measure(few: int, many: int, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--role", choices=("old", "standby", "fleet"))
+    parser.add_argument("--role", choices=("old", "standby", "gateways"))
     parser.add_argument("--url", default="")
     parser.add_argument("--few", type=int, default=100)
     parser.add_argument("--many", type=int, default=10_000)
@@ -342,7 +351,7 @@ def main() -> None:
         asyncio.run(run_old_leader(args.url))
     elif args.role == "standby":
         asyncio.run(run_standby(args.url, args.many))
-    elif args.role == "fleet":
+    elif args.role == "gateways":
         asyncio.run(run_gateways(args.url, args.many))
     else:
         figures = asyncio.run(measure(args.few, args.many, args.rounds))

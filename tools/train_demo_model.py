@@ -188,18 +188,18 @@ class RowMaker:
             wanted += [*line.wanted, UNWANTED]
         return Row(ids[:length], wanted[:length])
 
-    def _line(self, room: int) -> Row:
-        """Return a line of at most ``room`` tokens.
+    def _line(self, max_tokens: int) -> Row:
+        """Return a line of at most ``max_tokens`` tokens.
 
-        ``room`` is the rest of the row, and at least SHORT_LINE. Only short lines are truncated:
-        the end of an answer is the hardest part to learn.
+        ``max_tokens`` is the rest of the row, and at least SHORT_LINE. Only short lines are
+        truncated: the end of an answer is the hardest part to learn.
         """
-        while len((line := solved(self._tokenizer, self._draw(room))).ids) > room:
+        while len((line := solved(self._tokenizer, self._draw(max_tokens))).ids) > max_tokens:
             pass
         return line
 
-    def _draw(self, room: int) -> Example:
-        weights = WEIGHTS | ({"long_count": 0} if room < SHORTEST_LONG_COUNT else {})
+    def _draw(self, max_tokens: int) -> Example:
+        weights = WEIGHTS | ({"long_count": 0} if max_tokens < SHORTEST_LONG_COUNT else {})
         (kind,) = self._rng.choices(list(weights), list(weights.values()))
         example = next(self._streams[kind])
         if self._rng.random() < WITHOUT_COLON:

@@ -329,7 +329,7 @@ def measure() -> dict[str, Any]:
     for name, part in {
         BINDING: lambda: binding(binding_runs()),
         "orders": orders,
-        "patience": ageing,
+        "ageing": ageing,
         "goodput": overload,
         "speed_100_workers": speed,
     }.items():
