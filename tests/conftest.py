@@ -1,7 +1,7 @@
-"""After each test no process, listening port or shared memory segment is left.
+"""Check after each test that no process, listening port or shared memory segment is left.
 
-Processes and ports are looked at among this process's own descendants. Shared memory belongs to the
-machine, where others run tests too, so what somebody else has open or mapped is not ours.
+Only this process's descendants are checked for processes and ports. Shared memory belongs to the
+machine, where others run tests too: segments that other processes have open or mapped are ignored.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ import pytest
 from tests.support.example_counts import examples
 
 _PR_SET_CHILD_SUBREAPER = 36
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 _SHARED_MEMORY = "/dev/shm"
 
-# What a killed parent leaves behind becomes a child of this process, where it can be seen.
+# Orphans of killed processes become children of this process, where the check finds them.
 ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-# A shell has what it starts in the background ignore Ctrl-C, and so would all that tests start.
+# A shell makes background processes ignore SIGINT, and all processes of the tests would inherit it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# Kernels for GPUs run in Triton's interpreter, which has to know before anything imports them.
+# Without a GPU, kernels run in Triton's interpreter, which must be chosen before their import.
 if not shutil.which("nvidia-smi") and not [*Path("/dev").glob("nvidia[0-9]*")]:
     os.environ["TRITON_INTERPRET"] = "1"
-# How long an example takes says how busy the machine is.
+# The duration of an example depends on the load of the machine, so there is no deadline.
 hypothesis.settings.register_profile(
     "any machine",
     deadline=None,
@@ -79,17 +79,17 @@ def nothing_left() -> Iterator[None]:
 
 @contextmanager
 def leaving_nothing() -> Iterator[None]:
-    """Fails when something is left in the end that was not there in the beginning."""
+    """Fail if something is left at the end that did not exist at the start."""
     before = _things()
     yield
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + _TIMEOUT_S
     while (left := _left(before)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not left, f"left behind: {left}"
 
 
 def listening_ports(pid: int) -> set[str]:
-    """Addresses that a process and everything below it listen on, as the kernel writes them."""
+    """Return the addresses on which a process and its descendants listen, as /proc writes them."""
     return {address for _, address in _listening(_family(pid))}
 
 
@@ -110,7 +110,7 @@ def _things() -> Things:
 
 
 def _held_by_others() -> frozenset[str]:
-    """Names of the segments that a process outside of this one's family has open or mapped."""
+    """Return the segments that other processes than this one and its descendants hold."""
     ours = set(_family(os.getpid()))
     others = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
     return frozenset(name for pid in others if pid not in ours for name in _held(pid))
@@ -130,7 +130,7 @@ def _held(pid: int) -> Iterator[str]:
 
 
 def _family(first: int) -> list[int]:
-    """A process and everything below it, without what has ended."""
+    """Return a process and its running descendants."""
     family = [first]
     for pid in family:
         family.extend(child for child in _children(pid) if _is_running(child))
@@ -164,7 +164,7 @@ _addresses: dict[str, str | None] = {}
 
 def _listening(family: list[int]) -> Iterator[tuple[int, str]]:
     sockets = [(pid, target) for pid in family for target in _sockets(pid)]
-    # The kernel needs 9 ms to list them, twice in each test, so each socket is looked up once.
+    # The kernel takes 9 ms to list all sockets, so a socket is looked up only once.
     if any(target not in _addresses for _, target in sockets):
         listening = dict(_listening_inodes())
         _addresses.update({target: listening.get(target) for _, target in sockets})
@@ -174,7 +174,7 @@ def _listening(family: list[int]) -> Iterator[tuple[int, str]]:
 
 
 def _sockets(pid: int) -> Iterator[str]:
-    """Yield the sockets that may listen, as /proc names them; of this process those that do."""
+    """Yield the sockets that may listen, as /proc names them; for this process, those that do."""
     ours = pid == os.getpid()
     for descriptor in glob.iglob(f"/proc/{pid}/fd/*"):
         with suppress(OSError):
@@ -191,7 +191,7 @@ def _listens(descriptor: int) -> bool:
 def _listening_inodes() -> Iterator[tuple[str, str]]:
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines():
-            # Of the thousands that were closed a moment ago not one is split.
+            # Only lines of listening sockets are split; thousands may be recently closed.
             if ":0000 0A " in line:
                 fields = line.split()
                 yield f"socket:[{fields[9]}]", fields[1]

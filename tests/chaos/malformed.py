@@ -1,7 +1,7 @@
-"""Messages that no client library would send, over gRPC and HTTP, and what a router says to them.
+"""Malformed messages over gRPC and HTTP, and checks of the router's answers to them.
 
-Each comes on a connection of its own. One that is whole is answered or hung up on by itself; of one
-that breaks off, or is changed at random and may lack anything, the client half-closes.
+Each message is sent on its own connection. The router answers a complete message or closes the
+connection. After a truncated or randomly changed message, the client half-closes the connection.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from tests.fuzz.mutation import case, parts_reshaped
 from tests.fuzz.native import ADMIN, INFERENCE, PREFACE, Frames, frames_reshaped, http2_seeds
 from tests.fuzz.web import ODD_LINES, REQUESTS, request
 
-#: Whatever is not answered by then is not answered.
-_PATIENCE_S = 30.0
+#: Limit of the time until a message is answered and the connection closed.
+_TIMEOUT_S = 30.0
 _GENERATE = f"{INFERENCE}Generate"
 _ASKED = pb.GenerateRequest(text="a", max_tokens=1)
 _HEADERS, _CONTINUATION, _END_STREAM, _END_HEADERS = 1, 9, 1, 4
 _SETTINGS = bytes(Frames().frame(4, 0, 0).data)
-#: Bytes of a frame that is taken.
+#: Largest payload of a frame that the server accepts, in bytes.
 _MOST = 1 << 14
 
 
 @dataclass(frozen=True)
 class Malformed:
-    """``is_whole``: nothing is left to be waited for."""
+    """Malformed message. After a complete one (``is_whole``) the router needs no further data."""
 
     kind: str
     data: bytes
@@ -45,7 +45,7 @@ class Malformed:
 
 
 def _grpc(frames: Frames) -> bytes:
-    """The client leaves, so that the server hangs up when it has said all."""
+    """Return a connection's bytes; after the final GOAWAY the server answers and closes."""
     return PREFACE + _SETTINGS + bytes(frames.data) + GoAwayFrame(0).serialize()
 
 
@@ -58,7 +58,7 @@ def _payload(payload: bytes) -> bytes:
 
 
 def _block(block: bytes) -> bytes:
-    """A call's head, and end, in these bytes."""
+    """Return a call without a message, whose header block is ``block``."""
     frames = Frames().frame(_HEADERS, _END_STREAM, 1, block[:_MOST])
     for at in range(_MOST, len(block), _MOST):
         frames.frame(_CONTINUATION, 0, 1, block[at : at + _MOST])
@@ -66,7 +66,7 @@ def _block(block: bytes) -> bytes:
 
 
 def _encoded(*fields: tuple[str, str]) -> bytes:
-    # Without Huffman's code, which takes the library seconds for a long one.
+    # The library takes seconds for the Huffman coding of a long header.
     return hpack.Encoder().encode(fields, huffman=False)
 
 
@@ -172,7 +172,7 @@ HTTP: dict[str, Callable[[Random], bytes]] = {
 
 
 def messages(seed: int, count: int, *, grpc: bool) -> Iterator[Malformed]:
-    """So many: half of them of each kind in turn, the others good ones with random changes."""
+    """Yield ``count`` messages: in turn one of the kinds, and a valid one with random changes."""
     kinds = list((GRPC if grpc else HTTP).items())
     reshape = frames_reshaped if grpc else parts_reshaped(b"\r\n", ODD_LINES)
     for number in range(count):
@@ -191,13 +191,16 @@ def messages(seed: int, count: int, *, grpc: bool) -> Iterator[Malformed]:
 
 
 async def answer(address: str, message: Malformed) -> bytes:
-    """All that is said until the server hangs up, which it does. Raises TimeoutError."""
+    """Send a message, and return the answer up to the end of the connection.
+
+    Raises TimeoutError if the server does not close the connection.
+    """
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     said = bytearray()
     try:
-        async with asyncio.timeout(_PATIENCE_S):
-            # It may hang up before it has heard everything.
+        async with asyncio.timeout(_TIMEOUT_S):
+            # The server may close the connection before it has read the whole message.
             with suppress(ConnectionError):
                 writer.write(message.data)
                 await writer.drain()
@@ -211,7 +214,7 @@ async def answer(address: str, message: Malformed) -> bytes:
 
 
 def check_http(message: Malformed, said: bytes) -> None:
-    """Check that malformed requests got an error, if they got an answer at all."""
+    """Check that a complete message got an error, if any answer, and no message got a 500."""
     statuses = [int(part[:3]) for part in said.split(b"HTTP/1.1 ")[1:] if part[:3].isdigit()]
     assert 500 not in statuses, (message, said)
     if message.is_whole:
@@ -226,7 +229,7 @@ def check_grpc(message: Malformed, said: bytes) -> None:
 
 
 def _grpc_statuses(said: bytes) -> Iterator[str]:
-    """Yield the gRPC status of each answered call, or ``http`` and the HTTP status."""
+    """Yield the gRPC status of each answer, or ``http`` and its HTTP status, or ``reset``."""
     decoder, view = hpack.Decoder(), memoryview(said)
     while len(view) >= 9:
         try:

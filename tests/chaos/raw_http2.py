@@ -1,4 +1,4 @@
-"""HTTP/2 as no client library would speak it: streams without end on one connection."""
+"""HTTP/2 client that opens any number of streams on one connection."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ _CANCEL = struct.pack(">I", 8)
 
 
 class Connection:
-    """Reads what comes and forgets it."""
+    """HTTP/2 connection whose incoming data is discarded."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self._next = 1
 
     async def open(self, path: str, count: int, *, reset: bool) -> None:
-        """So many calls without a message; with ``reset`` each is taken back at once. Raises
-        ConnectionError when the server hangs up."""
+        """Open ``count`` calls without a message; with ``reset``, cancel each at once.
+
+        Raises ConnectionError if the server closes the connection.
+        """
         headers = _header_block(path)
         for _ in range(count):
             self._writer.write(_frame(_HEADERS, _END_HEADERS, self._next, headers))
@@ -56,7 +58,7 @@ async def forget(reader: asyncio.StreamReader) -> None:
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """RFC 9113, section 4.1."""
+    """Return a frame (RFC 9113, section 4.1)."""
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 

@@ -1,4 +1,4 @@
-"""Parts of the chaos tests: a cluster in real processes, clients of it, and its routers' logs.
+"""Helpers of the chaos tests: a cluster of real processes, its clients, and its logs.
 
     async with running(config(tmp_path)) as cluster, Load(cluster.addresses, 24) as load:
         await load.until(20)
@@ -8,7 +8,7 @@
     load.check()
     report("worker killed", cluster, load, since)
 
-Moments are ``time.time()``: the logs have no other clock.
+Times are ``time.time()``, the clock of the logs.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from router.config import RouterConfig
 from router.ledger.config import LedgerConfig
-from tests.support.router import patient
+from tests.support.router import retrying
 from worker.config import FakeModel, WorkerConfig
 from worker.runner.fake_runner import expected_tokens
 
 FAKE = FakeModel(step_time=0.004)
 COUNT = 150
-#: A busy machine may keep a worker silent for a second. Where that is the fault, tests say how long
-#: it may be.
+#: On a busy machine a worker may be silent for a second. Tests in which silence is the fault set
+#: another limit.
 ROUTER: dict[str, Any] = {"port": 0, "http_port": 0, "grace": 20.0, "worker_silence": 5.0}
-#: Whatever has not come by then does not come.
+#: Limit of every wait.
 TIMEOUT_S = 120.0
 
 
@@ -65,7 +65,7 @@ def config(
     router: dict[str, Any] | None = None,
     **worker: Any,
 ) -> Config:
-    """A cluster of fake workers; ``router`` and ``worker`` are settings of theirs."""
+    """Return the config of a cluster of fake workers, with these router and worker settings."""
     return Config(
         model="fake",
         num_routers=routers,
@@ -108,7 +108,7 @@ class Cluster(ProcessCluster):
 
     @property
     def leader(self) -> int:
-        """The router that said last that it leads."""
+        """Index of the router that logged last that it leads."""
         said = [
             (event["ts"], index)
             for index in range(len(self.routers))
@@ -124,16 +124,16 @@ class Cluster(ProcessCluster):
         return sorted((e for e in events if moment(e) >= since), key=moment)
 
     async def status(self, router: int = 0) -> pb.GetStatusResponse:
-        async with patient.client(self.routers[router].address) as client:
+        async with retrying.client(self.routers[router].address) as client:
             return await client.status()
 
     async def restarted(self, router: int) -> None:
-        """Told to stop, in good order, and started again at the same address."""
+        """Stop a router gracefully, and start it again at the same address."""
         await self.routers[router].stop()
         await self.restart_router(router)
 
     async def idle(self) -> None:
-        """Until no worker holds a block or a sequence: nothing was forgotten anywhere."""
+        """Wait until no live worker holds a KV block or a sequence, so that nothing has leaked."""
 
         async def is_idle() -> bool:
             workers = [w for w in (await self.status()).workers if w.alive]
@@ -143,7 +143,7 @@ class Cluster(ProcessCluster):
 
 
 def _lines(log: Path) -> Iterator[str]:
-    """Without the last one, which may be half written, and without what others print there."""
+    """Yield the JSON lines of a log, without the last line, which may be incomplete."""
     *whole, _ = log.read_text(errors="replace").split("\n")
     yield from (line for line in whole if line.startswith("{"))
 
@@ -162,7 +162,7 @@ async def running(
 
 @contextmanager
 def paused(pids: Iterable[int]) -> Iterator[None]:
-    """SIGSTOP, and SIGCONT at the end."""
+    """Stop the processes by SIGSTOP; resume them by SIGCONT at the end."""
     pids = list(pids)
     _signal(pids, signal.SIGSTOP)
     try:
@@ -180,7 +180,7 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
 async def until(
     holds: Callable[[], Awaitable[object]] | Callable[[], object], seconds: float = TIMEOUT_S
 ) -> None:
-    """Waits for a condition; a timeout is a failure, an unreachable router a no."""
+    """Wait for a condition, which an EverliftError makes false. Raises TimeoutError."""
     async with asyncio.timeout(seconds):
         while not await _now(holds):
             await asyncio.sleep(0.01)
@@ -195,14 +195,14 @@ async def _now(holds: Callable[[], Any]) -> object:
 
 @dataclass
 class Following:
-    """Record of one client: its request, and all that it received, in order."""
+    """Record of one client: its request, and the output that it received, in order."""
 
     request_id: str
     prompt: list[int]
     count: int
     tokens: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
-    #: of each piece with tokens: when it came, and from which attempt
+    #: arrival time and epoch of each message with tokens
     pieces: list[tuple[float, int]] = field(default_factory=list)
     unledgered: int = 0
     timing: pb.Timing | None = None
@@ -216,15 +216,18 @@ class Following:
             self.unledgered += len(piece.token_ids) if piece.unledgered else 0
 
     def next_token(self, since: float) -> float | None:
-        """Seconds from a moment to the first token of another attempt than that of before."""
+        """Return the seconds from ``since`` to the first token of a new attempt.
+
+        Return None if there is no such token, or none before ``since``.
+        """
         before = {epoch for when, epoch in self.pieces if when <= since}
         later = [when for when, epoch in self.pieces if when > since and epoch not in before]
         return later[0] - since if before and later else None
 
     def silence(self, since: float) -> float:
-        """The longest time without a token that lasted beyond a moment, in seconds."""
-        moments = [when for when, _ in self.pieces]
-        gaps = pairwise(moments)
+        """Return the longest time between tokens, in seconds, that ended after ``since``."""
+        times = [when for when, _ in self.pieces]
+        gaps = pairwise(times)
         return max((later - when for when, later in gaps if later > since), default=0.0)
 
     def check(self, fake: FakeModel) -> None:
@@ -235,11 +238,11 @@ class Following:
 
 
 class Load:
-    """So many clients at the same time, each with a request of its own, spread over the routers.
+    """Concurrent clients with one request each, spread over the routers.
 
-    All of them begin at once, but without ``addresses`` each when ``follow`` says so. They use the
-    client library, or speak plain gRPC with one router (``plain``): then nothing is
-    dropped on the way that came twice, and nothing tried again.
+    All clients start at once; without ``addresses``, ``follow`` starts each of them. They use the
+    client library or, if ``plain``, bare gRPC with one router, which neither drops repeated tokens
+    nor retries.
     """
 
     def __init__(
@@ -275,13 +278,13 @@ class Load:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _ordered(self, at: int) -> list[str]:
-        """All routers, another one first for each client."""
+        """Return the routers' addresses, rotated by ``at``."""
         addresses = deque(self._addresses)
         addresses.rotate(-at)
         return list(addresses)
 
     def follow(self, stream: Following, addresses: Sequence[str]) -> None:
-        """Start a client's request now; the first address is its router."""
+        """Start a client's request; the first address is its router."""
         self._tasks.append(asyncio.create_task(self._follow(stream, addresses)))
 
     async def _follow(self, stream: Following, addresses: Sequence[str]) -> None:
@@ -291,7 +294,7 @@ class Load:
             stream.error = error
 
     async def _by_client(self, stream: Following, addresses: Sequence[str]) -> None:
-        async with patient.client(addresses) as client:
+        async with retrying.client(addresses) as client:
             pieces = client.generate(stream.prompt, request_id=stream.request_id, **self._options)
             async for chunk in pieces:
                 stream.take(chunk)
@@ -309,12 +312,12 @@ class Load:
                 stream.timing = piece.timing
 
     async def until(self, tokens: int, part: float = 0.5) -> None:
-        """Until so large a part of the clients has so many tokens."""
+        """Wait until ``part`` of all clients, and at least one, have ``tokens`` tokens each."""
         enough = max(1.0, part * len(self.streams))
         await until(lambda: sum(len(s.tokens) >= tokens for s in self.streams) >= enough)
 
     async def finish(self) -> None:
-        """Until every client has come to an end, good or bad."""
+        """Wait until every client has ended, with or without an error."""
         async with asyncio.timeout(TIMEOUT_S):
             await asyncio.gather(*self._tasks)
 
@@ -324,7 +327,7 @@ class Load:
 
     @property
     def moved(self) -> list[Following]:
-        """Return the clients whose tokens were generated in more than one attempt."""
+        """Clients whose tokens were generated in more than one attempt."""
         return [s for s in self.streams if s.timing is not None and s.timing.attempts > 1]
 
 
@@ -333,7 +336,7 @@ def _prompt(rng: Random) -> list[int]:
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that a process has."""
+    """Return the resident memory of a process in bytes."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 

@@ -14,7 +14,7 @@ from router.config import RouterConfig
 from router.ledger.config import LedgerConfig
 from tests.chaos.support import ROUTER, Cluster, running, until
 from tests.chaos.test_ledger import Server
-from tests.support.router import patient
+from tests.support.router import retrying
 from tests.support.router.http_client import ask, get, streamed
 from tests.support.worker.grammar_support import DEMO_MODEL
 from worker.config import WorkerConfig
@@ -35,7 +35,7 @@ def body(text: str, **more: Any) -> dict[str, Any]:
 
 
 async def http_address(cluster: Cluster, router: int) -> str:
-    async with patient.client(cluster.routers[router].address) as client:
+    async with retrying.client(cluster.routers[router].address) as client:
         return (await client.status()).http_address
 
 
@@ -88,7 +88,7 @@ async def test_conversation_survives_loss_of_router(server: Server, tmp_path: Pa
         turn = body(_TEXTS[0], background=True, conversation=conversation)
         answer = await ask(first, "/v1/responses", turn)
         assert answer.status == 200, answer.body
-        # The other router does not own the response, and knows that it has not finished.
+        # The other router does not own the response, but rejects a turn while it runs.
         locked = await ask(other, "/v1/responses", turn)
         assert (locked.status, locked.error) == (409, ("conversation_locked", "conversation"))
         assert await item_texts(other, conversation) == []

@@ -1,4 +1,4 @@
-"""Clients that vanish, read slowly, ask twice, or come with far too much."""
+"""Clients that disconnect, read slowly or send a request twice, and clients of a frozen router."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from router.requests.tokenizer import ByteTokenizer
 from tests.chaos.support import Cluster, Load, config, paused, resident, running, until
-from tests.support.router import patient
+from tests.support.router import retrying
 from tests.support.router.http_client import JSON, streamed
 from tests.support.router.session_support import OPTIONS
 from worker.config import FakeModel
@@ -58,22 +58,24 @@ def wanted(request_id: str, count: int, way: OnDisconnect | None = None) -> pb.G
 async def test_vanished_client_request_follows_disconnect_policy(
     tmp_path: Path, way: OnDisconnect, state: pb.RequestState.ValueType
 ) -> None:
+    # Without a client the request runs for 30 s: it cannot end before its router cancels it.
+    count = 200 if way is OnDisconnect.CONTINUE else 3000
     settings = config(tmp_path, workers=1, fake=SLOW, router={"grace": 0.5})
-    async with running(settings) as cluster, patient.client(cluster.address) as other:
+    async with running(settings) as cluster, retrying.client(cluster.address) as other:
         async with Load(cluster.addresses, 8, fake=SLOW) as neighbours:
             async with plain(cluster.address) as stub:
-                call = stub.Generate(wanted("mine", 200, way))
+                call = stub.Generate(wanted("mine", count, way))
                 for _ in range(20):
                     await call.read()
             await until(lambda: is_in(other, "mine", state))
             await neighbours.finish()
         neighbours.check()
         known = await other.get_request("mine")
-        assert (known.output_tokens == 200) == (way is OnDisconnect.CONTINUE)
+        assert (known.output_tokens == count) == (way is OnDisconnect.CONTINUE)
         if way is OnDisconnect.CONTINUE:
             stream = other.attach("mine", 20)
             tokens = [token async for chunk in stream for token in chunk.token_ids]
-            assert tokens == expected_tokens([1, 2, 3], 200, SLOW)[20:]
+            assert tokens == expected_tokens([1, 2, 3], count, SLOW)[20:]
         await cluster.idle()
 
 
@@ -85,9 +87,12 @@ async def is_in(client: AsyncClient, request_id: str, state: pb.RequestState.Val
 async def test_slow_readers_use_no_memory_and_delay_no_stream(
     tmp_path: Path,
 ) -> None:
-    """64 of a stream with log probabilities: the router keeps what is under way to them, and not
-    the stream for each, which would be 70 MiB (they are 10 to 30). Later they have everything. A
-    router that has no time writes more at once, and keeps the memory: one of three has it."""
+    """A stream with log probabilities has 64 clients that do not read it.
+
+    The router buffers only what is in flight to them (10 to 30 MiB), not a copy of the stream for
+    each (70 MiB). Later they receive the whole stream. A busy router writes larger pieces and keeps
+    the memory, so one of three runs must stay below the limit.
+    """
     grown = [await grown_by_unread(tmp_path / "0", 64)]
     while grown[-1] >= 36 << 20 and len(grown) < 3:
         grown.append(await grown_by_unread(tmp_path / str(len(grown)), 64))
@@ -95,7 +100,7 @@ async def test_slow_readers_use_no_memory_and_delay_no_stream(
 
 
 async def grown_by_unread(state_dir: Path, others: int) -> int:
-    """Bytes, above what the same stream adds that is read alone."""
+    """Return the bytes of router memory that ``others`` clients add which do not read a stream."""
     async with running(config(state_dir, workers=1, fake=FakeModel())) as cluster:
         warm, read = [await rss_after(cluster, f"r{turn}", 0) for turn in range(2)]
         unread = await rss_after(cluster, "unread", others)
@@ -104,8 +109,10 @@ async def grown_by_unread(state_dir: Path, others: int) -> int:
 
 
 async def rss_after(cluster: Cluster, request_id: str, others: int) -> int:
-    """Bytes that the router has after a stream that one client reads, and ``others`` do not. In the
-    end these read it too, two of them for all."""
+    """Return the router's memory in bytes after a stream that ``others`` clients do not read.
+
+    One client reads the stream. Two of the others read it after the measurement.
+    """
     async with plain(cluster.address) as quick, plain(cluster.address, OPTIONS) as slow:
         own = quick.Generate(scored(request_id))
         await own.read()
@@ -144,7 +151,7 @@ async def test_duplicate_request_at_two_routers_runs_once(tmp_path: Path) -> Non
             *(tokens_of(cluster.addresses[n % 2], "same") for n in range(6))
         )
         assert answers == [expected_tokens([1, 2, 3], 100, SLOW)] * 6
-        async with patient.client(cluster.addresses) as client:
+        async with retrying.client(cluster.addresses) as client:
             assert (await client.get_request("same")).attempts == 1
             with pytest.raises(RequestConflict):
                 await client.generate([9], request_id="same").text()
@@ -153,11 +160,11 @@ async def test_duplicate_request_at_two_routers_runs_once(tmp_path: Path) -> Non
 
 @pytest.mark.long
 async def test_sse_streams_follow_requests_off_frozen_router(tmp_path: Path) -> None:
-    """The router with the connections wakes up and finds that another one owns its requests."""
+    """The connected router resumes after another one has taken over its requests."""
     async with running(config(tmp_path, routers=2, fake=SLOW)) as cluster:
         address = cluster.routers[0].http_address
         streams = [asyncio.create_task(events_of(address, f"r{n}", 400)) for n in range(8)]
-        async with patient.client(cluster.addresses) as client:
+        async with retrying.client(cluster.addresses) as client:
             await until(lambda: has_begun(client, "r7"))
         since = time.time()
         with paused(cluster.routers[0].pids):
@@ -176,7 +183,7 @@ async def has_begun(client: AsyncClient, request_id: str) -> bool:
 
 
 async def events_of(address: str, request_id: str, count: int) -> str:
-    """The text of a stream that one connection carries to its end."""
+    """Return the text of a stream, which must end without a new connection."""
     body = {"prompt": [1, 2, 3], "max_tokens": count, "temperature": 0, "stream": True}
     headers = {**JSON, "idempotency-key": request_id}
     async with streamed(address, "/v1/completions", body, headers) as stream:

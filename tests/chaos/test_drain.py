@@ -1,4 +1,4 @@
-"""Workers that are told to go, and whole clusters that are gone at once and come back."""
+"""Draining and replacement of workers, and restart of a killed cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from everlift.messages import OnDisconnect
 from everlift.v1 import inference_pb2 as pb
 from tests.chaos.support import Cluster, Load, config, report, running, until
-from tests.support.router import patient
+from tests.support.router import retrying
 from worker.config import FakeModel
 from worker.runner.fake_runner import expected_tokens
 
@@ -30,19 +30,20 @@ SLOW = FakeModel(step_time=0.01)
     ],
 )
 async def test_drained_worker_hands_back_all_requests(tmp_path: Path, way: str) -> None:
-    """The requests move at once, with their tokens, and no worker counts as lost."""
-    async with running(config(tmp_path, fake=SLOW)) as cluster:
+    """The requests migrate at once, with their tokens, and no worker counts as lost."""
+    # The drain timeout is long enough for processes that lack a core for a second.
+    async with running(config(tmp_path, fake=SLOW, drain_timeout=20.0)) as cluster:
         leaving = cluster.workers[0].worker_id
-        async with Load(cluster.addresses, 24, fake=SLOW, max_tokens=450, plain=True) as load:
+        async with Load(cluster.addresses, 24, fake=SLOW, max_tokens=600, plain=True) as load:
             await load.until(40)
             since = time.time()
-            await tell(cluster, way)
+            await start_drain(cluster, way)
             await until(lambda: has_nothing(cluster, leaving))
             handed_back = time.time() - since
             await load.finish()
         load.check()
         assert len(load.moved) > 4
-        async with patient.client(cluster.address) as client:
+        async with retrying.client(cluster.address) as client:
             for stream in load.moved:
                 known = await client.get_request(stream.request_id)
                 assert (known.attempts, known.losses) == (2, 0)
@@ -50,8 +51,8 @@ async def test_drained_worker_hands_back_all_requests(tmp_path: Path, way: str) 
         await cluster.idle()
 
 
-async def tell(cluster: Cluster, way: str) -> None:
-    """The first worker."""
+async def start_drain(cluster: Cluster, way: str) -> None:
+    """Drain the first worker by a signal or by the CLI."""
     if way == "everlift drain":
         await drain(cluster, cluster.workers[0].worker_id)
     else:
@@ -84,7 +85,7 @@ async def test_rolling_worker_replacement_fails_no_request(tmp_path: Path) -> No
         load.check()
         assert load.moved
         report("all workers replaced", cluster, load, since)
-        async with patient.client(cluster.address) as client:
+        async with retrying.client(cluster.address) as client:
             known = await asyncio.gather(
                 *(client.get_request(stream.request_id) for stream in load.streams)
             )
@@ -94,15 +95,17 @@ async def test_rolling_worker_replacement_fails_no_request(tmp_path: Path) -> No
 
 @pytest.mark.long
 async def test_killed_cluster_resumes_continued_requests(tmp_path: Path) -> None:
-    """Routers, workers and ledger. Clients that stay find everything, each token once; so does who
-    attaches later."""
+    """Routers, workers and ledger are killed; their clients receive each token once.
+
+    A client that attaches later receives the whole output of a request without a client.
+    """
     settings = config(tmp_path, routers=2, fake=SLOW)
     async with running(settings) as cluster:
         going_on = {"fake": SLOW, "max_tokens": 400, "on_disconnect": OnDisconnect.CONTINUE}
         async with Load(cluster.addresses, 12, seed=1, **going_on) as load:
             await load.until(60, part=1.0)
             left = await left_alone(cluster)
-            # The ledger is everysec: what is older than its last second is on disk.
+            # The ledger syncs every second, so all older writes are on disk.
             await asyncio.sleep(1.5)
             since = time.time()
             await kill_everything(cluster)
@@ -111,7 +114,7 @@ async def test_killed_cluster_resumes_continued_requests(tmp_path: Path) -> None
             await load.finish()
             load.check()
         report("everything killed", cluster, load, since)
-        async with patient.client(cluster.addresses) as client:
+        async with retrying.client(cluster.addresses) as client:
             stream = client.attach(left)
             tokens = [token async for chunk in stream for token in chunk.token_ids]
             assert tokens == expected_tokens([7], 400, SLOW)
@@ -120,8 +123,8 @@ async def test_killed_cluster_resumes_continued_requests(tmp_path: Path) -> None
 
 
 async def left_alone(cluster: Cluster) -> str:
-    """The id of a request whose client has gone."""
-    async with patient.client(cluster.addresses) as client:
+    """Return the id of a request whose client has disconnected."""
+    async with retrying.client(cluster.addresses) as client:
         stream = client.generate(
             [7], max_tokens=400, temperature=0.0, on_disconnect=OnDisconnect.CONTINUE
         )

@@ -1,4 +1,4 @@
-"""The ledger's server dies, forgets, freezes, fills up or is talked to badly, under load."""
+"""Faults of the ledger's server under load: crash, rollback, freeze, full memory or disk."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from router.ledger.config import LedgerConfig
 from router.ledger.embedded.embedded import EmbeddedLedger
 from tests.chaos.support import Cluster, Load, config, paused, report, running, until
 from tests.support.ledger.ledgers import redis_server
-from tests.support.router import patient
+from tests.support.router import retrying
 from tests.support.router.proxy import Proxy, proxy
 from worker.config import FakeModel
 from worker.runner.fake_runner import expected_tokens
 
-#: Slow enough that much can go wrong before the last token.
+#: Slow enough for faults before the last token.
 SLOW = FakeModel(step_time=0.01)
 
 
 class Server:
-    """A Valkey server that a test may kill, and start again with what it knew earlier."""
+    """Valkey server that a test can kill and restart, also with an earlier copy of its data."""
 
     def __init__(self, home: Path, settings: LedgerConfig | None = None) -> None:
         self._home = home
@@ -55,7 +55,7 @@ class Server:
         return self._home / "ledger" / "appendonlydir"
 
     def copy(self) -> Path:
-        """Copy the server's present files; return the directory of the copy."""
+        """Copy the server's current files; return the directory of the copy."""
         return Path(shutil.copytree(self._data, self._home / f"copy-{time.monotonic_ns()}"))
 
     def kill(self) -> None:
@@ -88,7 +88,7 @@ def redis_url() -> Iterator[str]:
 async def check_all(cluster: Cluster, load: Load) -> None:
     """Check that the clients' outputs are right, and that the ledger has them too."""
     load.check()
-    async with patient.client(cluster.addresses) as client:
+    async with retrying.client(cluster.addresses) as client:
         for stream in load.streams:
             known = await client.get_request(stream.request_id)
             assert known.state == pb.REQUEST_STATE_FINISHED
@@ -101,7 +101,8 @@ async def test_streams_continue_while_killed_ledger_restarts(
 ) -> None:
     settings = config(tmp_path, routers=2, fake=SLOW, ledger=server.config)
     async with running(settings) as cluster:
-        async with Load(cluster.addresses, 24, fake=SLOW, max_tokens=250) as load:
+        # The streams run for 4 s, which is longer than stalls of this process.
+        async with Load(cluster.addresses, 24, fake=SLOW, max_tokens=400) as load:
             await load.until(40)
             since = time.time()
             server.kill()
@@ -130,7 +131,7 @@ async def test_strict_streams_pause_until_ledger_returns(server: Server, tmp_pat
 
 
 async def quiet(load: Load) -> list[int]:
-    """Wait until no token has arrived for a second; return the streams' numbers of tokens."""
+    """Wait until no token has arrived for a second; return the number of tokens of each stream."""
     while True:
         before = [len(stream.tokens) for stream in load.streams]
         await asyncio.sleep(1)
@@ -140,8 +141,9 @@ async def quiet(load: Load) -> list[int]:
 
 @pytest.mark.long
 async def test_rolled_back_ledger_is_reasserted_by_routers(server: Server, tmp_path: Path) -> None:
-    """The ledger returns to an earlier state. It lacks the newest requests, ends, dispatches and
-    tokens. None of these is lost or generated again.
+    """The ledger restarts without the newest requests, ends, dispatches and tokens.
+
+    None of these is lost or generated again.
     """
     settings = config(tmp_path, routers=2, fake=SLOW, ledger=server.config)
     async with running(settings) as cluster:
@@ -171,7 +173,7 @@ async def test_rolled_back_ledger_is_reasserted_by_routers(server: Server, tmp_p
 async def test_client_only_tokens_are_regenerated_or_reported(
     server: Server, tmp_path: Path
 ) -> None:
-    """Ledger and routers are gone at once, and the ledger comes back without its last second."""
+    """Ledger and router are killed together, and the ledger restarts from an earlier copy."""
     settings = config(tmp_path, fake=SLOW, ledger=server.config)
     async with running(settings) as cluster:
         async with Load(cluster.addresses, 12, seed=1, fake=SLOW, max_tokens=250) as old:
@@ -212,7 +214,7 @@ async def test_slow_ledger_delays_no_step(server: Server, tmp_path: Path) -> Non
 
 @asynccontextmanager
 async def way_to(socket: Path) -> AsyncIterator[tuple[Proxy, str]]:
-    """A proxy before the server, and the path of its socket."""
+    """Yield a proxy in front of the server, and the path of its socket."""
     with tempfile.TemporaryDirectory() as directory:
         async with proxy(str(socket), Path(directory) / "way") as way:
             yield way, way.address
@@ -229,7 +231,7 @@ async def test_broken_ledger_connections_lose_nothing(redis_url: str, tmp_path: 
                     before = way.resets
                     way.reset_after = 5
                     await until(lambda before=before: way.resets > before)
-                with way.deaf():
+                with way.drop_answers():
                     await asyncio.sleep(0.5)
                 await load.finish()
             await check_all(cluster, load)
@@ -255,7 +257,7 @@ async def test_frozen_ledger_is_awaited(server: Server, tmp_path: Path) -> None:
 async def test_nearly_full_ledger_rejects_only_new_requests(redis_url: str, tmp_path: Path) -> None:
     settings = config(tmp_path, fake=SLOW, ledger=LedgerConfig(url=redis_url))
     with Redis.from_url(redis_url) as admin:
-        async with running(settings) as cluster, impatient(cluster) as client:
+        async with running(settings) as cluster, single_attempt_client(cluster) as client:
             async with Load(cluster.addresses, 12, fake=SLOW, max_tokens=250) as load:
                 await load.until(20)
                 used = int(admin.info("memory")["used_memory"])  # type: ignore[index]
@@ -267,7 +269,7 @@ async def test_nearly_full_ledger_rejects_only_new_requests(redis_url: str, tmp_
             await until(lambda: is_taken(client))
 
 
-def impatient(cluster: Cluster) -> AsyncClient:
+def single_attempt_client(cluster: Cluster) -> AsyncClient:
     """Return a client that makes only one attempt."""
     return AsyncClient(cluster.addresses, reconnect_s=0.1, retry_s=0.0)
 
@@ -294,7 +296,7 @@ async def test_streams_continue_unledgered_while_ledger_is_full(
 ) -> None:
     settings = config(tmp_path, fake=SLOW, ledger=LedgerConfig(url=redis_url))
     with Redis.from_url(redis_url) as admin:
-        async with running(settings) as cluster, impatient(cluster) as client:
+        async with running(settings) as cluster, single_attempt_client(cluster) as client:
             async with Load(cluster.addresses, 12, fake=SLOW, max_tokens=300) as load:
                 await load.until(20)
                 admin.config_set("maxmemory", 1)
@@ -307,7 +309,7 @@ async def test_streams_continue_unledgered_while_ledger_is_full(
 
 @pytest.mark.long
 async def test_read_only_ledger_is_awaited(redis_url: str, tmp_path: Path) -> None:
-    """The ledger refuses writes, as after a failover that the routers have not noticed yet."""
+    """The ledger rejects writes, as after a failover that the routers have not detected."""
     settings = config(tmp_path, fake=SLOW, ledger=LedgerConfig(url=redis_url))
     with Redis.from_url(redis_url) as admin:
         async with running(settings) as cluster:
@@ -346,10 +348,10 @@ def hang(url: str) -> None:
 
 @pytest.mark.long
 async def test_ledger_flushall_hangs_no_request(redis_url: str, tmp_path: Path) -> None:
-    """An operator's FLUSHALL: what the gateways have goes on."""
+    """Requests in the gateways' memory continue after an operator's FLUSHALL."""
     settings = config(tmp_path, routers=2, fake=SLOW, ledger=LedgerConfig(url=redis_url))
     with Redis.from_url(redis_url) as admin:
-        async with running(settings) as cluster, impatient(cluster) as client:
+        async with running(settings) as cluster, single_attempt_client(cluster) as client:
             async with Load(cluster.addresses, 24, fake=SLOW, max_tokens=300) as load:
                 await load.until(20)
                 since = time.time()

@@ -1,5 +1,8 @@
-"""Ten thousand malformed messages at a real router while good clients stream: these notice nothing,
-each malformed message is answered with an error or hung up on, and nothing of it is kept."""
+"""Malformed messages at a real router while well-behaved clients stream.
+
+The clients are not disturbed. Each malformed message is answered with an error or its connection is
+closed, and nothing of it is kept.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ from tests.support.router.http_client import streamed
 
 _AT_ONCE = 16
 _SEED = 7
-#: What 10,000 connections leave with the allocator, and what a flood may take for a moment.
+#: Limit of memory growth: freed memory that the allocator keeps, and buffers of a flood.
 _MOST_BYTES = 64 << 20
-#: A busy router has more connections to its ledger.
+#: Limit of new file descriptors: a busy router has more connections to its ledger.
 _MOST_FILES = 16
 _PROMPT = {"prompt": [5, 6, 7], "max_tokens": 300, "temperature": 0, "stream": True}
 
@@ -40,7 +43,7 @@ async def streamed_text(cluster: Cluster) -> str:
 
 
 class GoodClients:
-    """Stream over gRPC and HTTP, one request after the other, until they are told to stop."""
+    """Clients that stream over gRPC and HTTP, one request after the other, until ``stop``."""
 
     def __init__(self, cluster: Cluster, right: str) -> None:
         self._cluster = cluster
@@ -57,7 +60,7 @@ class GoodClients:
         self._is_over = True
 
     async def _by_grpc(self) -> None:
-        """Every offset once, every token as it has to be."""
+        """Check that each offset arrives once, with the expected token."""
         seed = 1000 + self.num_streams
         async with Load(self._cluster.addresses, 2, seed=seed, max_tokens=300, plain=True) as load:
             await load.finish()
@@ -69,7 +72,7 @@ class GoodClients:
 
 @asynccontextmanager
 async def streaming(cluster: Cluster) -> AsyncIterator[GoodClients]:
-    """Run good clients in the background; raise their errors at the end."""
+    """Run well-behaved clients in the background; raise their errors at the end."""
     clients = GoodClients(cluster, await streamed_text(cluster))
     task = asyncio.create_task(clients.stream())
     try:
@@ -119,7 +122,7 @@ async def test_malformed_messages_disturb_no_client_and_leak_nothing(
 ) -> None:
     async with running(config(tmp_path, workers=1)) as cluster:
         pid = cluster.routers[0].pids[0]
-        # What a process makes once is made.
+        # Warm-up: objects that a process allocates once exist before the measurement.
         await send_all(cluster, 400, seed=_SEED + 1)
         await cluster.idle()
         memory, files = resident(pid), descriptors(pid)
@@ -131,11 +134,11 @@ async def test_malformed_messages_disturb_no_client_and_leak_nothing(
         assert not errors_of(cluster)
 
 
-# floods: one connection, frames without end
+# floods: an endless sequence of frames on one connection
 
 
 def _rapid_reset() -> Iterator[bytes]:
-    """CVE-2023-44487."""
+    """Yield calls that are reset at once (CVE-2023-44487)."""
     frames = Frames()
     while True:
         frames.head("/everlift.v1.Inference/Generate")
@@ -145,7 +148,7 @@ def _rapid_reset() -> Iterator[bytes]:
 
 
 def _continuation() -> Iterator[bytes]:
-    """CVE-2024-27316: a head that never ends."""
+    """Yield a header block that never ends (CVE-2024-27316)."""
     yield bytes(Frames().frame(1, 0, 1, b"\x83\x86").data)
     piece = b"\0\1a\x7f\x81\x07" + b"b" * 262
     while True:
@@ -173,7 +176,7 @@ def _http_head() -> Iterator[bytes]:
         yield b"x: " + b"a" * 500 + b"\r\n"
 
 
-#: By name: over HTTP/2, and what is sent again and again.
+#: By name: whether the flood is HTTP/2, and its source of bytes.
 FLOODS: dict[str, tuple[bool, Callable[[], Iterator[bytes]]]] = {
     "rapid reset": (True, _rapid_reset),
     "continuation": (True, _continuation),
@@ -190,7 +193,7 @@ _FLOOD_FRAMES = 30_000
 
 
 async def flood(address: str, is_http2: bool, frames: Iterator[bytes]) -> None:
-    """So many frames, or until the server hangs up; answers are read, and forgotten."""
+    """Send _FLOOD_FRAMES frames, or until the server closes; read and discard the answers."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     reading = asyncio.create_task(forget(reader))
@@ -228,7 +231,7 @@ async def test_frame_floods_disturb_no_client_and_leak_nothing(tmp_path: Path) -
 
 @pytest.mark.long
 async def test_incomplete_requests_delay_no_client(tmp_path: Path) -> None:
-    """Half a head, half a body, half a message: a hundred of each wait beside the good ones."""
+    """A hundred connections each stop in the preface, a frame, the head and the body."""
     halves = (
         (True, PREFACE),
         (True, PREFACE + bytes(Frames().frame(4, 0, 0).data) + b"\0\0\x20"),

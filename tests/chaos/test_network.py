@@ -1,4 +1,4 @@
-"""Connections between routers, workers and the ledger that go silent or break, and come back."""
+"""Temporarily silent or broken connections between routers, workers and the ledger."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SLOW = FakeModel(step_time=0.01)
 
 
 class Ways(session_pb2_grpc.RouterInternalServicer):
-    """Takes the announcements of workers, and passes them on with the address of a proxy."""
+    """Server that forwards workers' announcements to router 0 with addresses of proxies."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -61,7 +61,7 @@ class Ways(session_pb2_grpc.RouterInternalServicer):
 
 @asynccontextmanager
 async def with_ways(settings: Any) -> AsyncIterator[tuple[Cluster, Ways]]:
-    """A cluster whose routers reach each worker through a proxy."""
+    """Yield a cluster whose routers reach each worker through a proxy."""
     cluster = Cluster(settings)
     ways = Ways(cluster)
     cluster.announce_to = lambda _: (ways.address,)
@@ -108,7 +108,7 @@ async def is_back(cluster: Cluster, worker_id: str) -> bool:
 
 @pytest.mark.long
 async def test_repeated_connection_breaks_lose_no_token(tmp_path: Path) -> None:
-    """Each break is a loss to the requests on the connection; there are fewer than max_losses."""
+    """Each break counts as a loss of the requests on the connection, below max_losses."""
     settings = config(tmp_path, fake=SLOW, router={"max_losses": 10})
     async with with_ways(settings) as (cluster, ways):
         async with Load(cluster.addresses, 24, fake=SLOW, max_tokens=300, plain=True) as load:
@@ -126,8 +126,11 @@ async def test_repeated_connection_breaks_lose_no_token(tmp_path: Path) -> None:
 async def test_router_without_ledger_neither_leads_nor_duplicates(
     tmp_path: Path,
 ) -> None:
-    """The leader's way to the ledger goes silent for longer than a lease. Its requests go on at
-    other routers, while its own clients still get tokens that the ledger does not have."""
+    """The leader's connection to the ledger is silent for longer than a lease.
+
+    Its requests continue at other routers, while its own clients still receive tokens that the
+    ledger does not have.
+    """
     with redis_server() as url:
         async with ways_to(url.removeprefix("unix://"), tmp_path) as ways:
             cluster = Cluster(config(tmp_path, routers=3, fake=SLOW, ledger=LedgerConfig(url=url)))
@@ -148,7 +151,7 @@ async def test_router_without_ledger_neither_leads_nor_duplicates(
 
 @asynccontextmanager
 async def ways_to(socket: str, directory: Path) -> AsyncIterator[list[Proxy]]:
-    """Three of them."""
+    """Yield three proxies in front of the ledger's socket."""
     async with AsyncExitStack() as stack:
         places = [directory / f"way-{number}" for number in range(3)]
         yield [await stack.enter_async_context(proxy(socket, place)) for place in places]

@@ -1,4 +1,4 @@
-"""A request that ends every worker in its first step, with workers in processes of their own."""
+"""Request that crashes every worker process in its first step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from everlift.errors import AttemptsExhausted
 from everlift.v1 import session_pb2
 from tests.support import in_process
 from tests.support.example_counts import long
-from tests.support.router import patient
+from tests.support.router import retrying
 from tests.support.worker.poisoned_worker import MARK, POISON
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ SETTINGS = replace(in_process.ROUTER, max_losses=MAX_LOSSES, max_losses_total=20
 
 
 class Workers:
-    """Keeps one worker running, and counts those that were killed."""
+    """Supervisor that keeps one worker process running and counts those that have ended."""
 
     def __init__(self, parts: in_process.Cluster) -> None:
         self.num_killed = 0
@@ -77,7 +77,7 @@ async def test_poison_request_fails_after_max_losses(prompt_length: int) -> None
     async with (
         in_process.cluster(workers=0, router_config=SETTINGS) as parts,
         worker_processes(parts) as workers,
-        patient.client(parts.address) as client,
+        retrying.client(parts.address) as client,
     ):
         poison = [POISON] * prompt_length
         with pytest.raises(AttemptsExhausted, match=f"after {MAX_LOSSES} lost attempts"):

@@ -1,4 +1,4 @@
-"""Two models with two adapters each, whose processes die: no request gets another one's tokens."""
+"""Two models with two adapters each, whose processes are killed: their outputs stay separate."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ALL = [name for names in NAMES.values() for name in names]
 
 @dataclass(frozen=True)
 class Asked:
-    """Request number ``number``; ``adapter`` is the name that it uses for model or adapter."""
+    """Numbered request; ``adapter`` is its name of the model or adapter."""
 
     number: int
 
@@ -54,7 +54,7 @@ ASKED = [Asked(number) for number in range(REQUESTS)]
 
 
 def perturbed(directory: Path) -> Path:
-    """Return a model like the demo model that generates other tokens."""
+    """Write the demo model with perturbed weights, which generates other tokens."""
     shutil.copytree(DEMO_MODEL, directory)
     [path] = directory.glob("*.safetensors")
     tensors, noise = load_file(path), torch.Generator().manual_seed(1)
@@ -65,7 +65,7 @@ def perturbed(directory: Path) -> Path:
 
 
 def expected(model: Path, adapters: Iterable[str]) -> dict[int, list[int]]:
-    """Tokens of the requests for one model, by an engine in this process."""
+    """Return the tokens of one model's requests by number, from an engine in this process."""
     names = NAMES[model.name]
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     asked = [it for it in ASKED if it.adapter in names]
@@ -99,7 +99,7 @@ async def test_killed_processes_keep_models_apart(tmp_path: Path) -> None:
     worker = WorkerConfig(
         dtype="float32",
         max_num_seqs=16,
-        # Too few for all sequences of a worker: some are preempted.
+        # Too few blocks for all sequences of a worker: some are preempted.
         num_blocks=90,
         max_num_batched_tokens=64,
         num_threads=1,
@@ -117,7 +117,7 @@ async def test_killed_processes_keep_models_apart(tmp_path: Path) -> None:
         },
     )
     async with running(config) as cluster:
-        # The only worker of the second model, and then one of the first model's two.
+        # First the only worker of the second model, then one of the two of the first.
         for killed in (2, 0):
             run = Run(cluster, ASKED)
             await run.begun()

@@ -1,7 +1,7 @@
-"""Connections that mean no good, at a real router: what it keeps for them is bounded, and who uses
-the client library notices nothing.
+"""Hostile connections to a real router: its memory for them is bounded.
 
-Others may see CANCELLED: a gRPC server that has thousands of calls to answer gives up some of them.
+Users of the client library are not disturbed. Other clients may receive CANCELLED: a gRPC server
+with thousands of calls drops some of them.
 """
 
 from __future__ import annotations

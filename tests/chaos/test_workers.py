@@ -1,4 +1,4 @@
-"""Workers that die, freeze, come back or are slow, as real processes."""
+"""Killed, frozen, slow and failing worker processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from everlift.v1 import inference_pb2 as pb
 from router.config import RouterConfig
 from tests.chaos.support import Cluster, Load, config, paused, report, running, until
 from tests.support import in_process
-from tests.support.router import patient
+from tests.support.router import retrying
 from worker.config import FakeModel, WorkerConfig
 from worker.engine.plan import Plan, RowResult
 from worker.runner.fake_runner import FakeRunner
@@ -55,7 +55,7 @@ async def test_killed_worker_streams_continue_elsewhere(tmp_path: Path, tokens_b
 
 
 async def started(cluster: Cluster, load: Load, tokens: int) -> None:
-    """Worker 0 has something to do, or half of all streams so many tokens."""
+    """Wait until half of all streams have ``tokens`` tokens; if 0, until worker 0 has a request."""
     if tokens:
         await load.until(tokens)
     else:
@@ -69,7 +69,7 @@ def dispatches(cluster: Cluster) -> list[dict[str, Any]]:
 
 @pytest.mark.long
 async def test_resumed_worker_is_fenced(tmp_path: Path) -> None:
-    """Late frames of what goes on elsewhere by then change nothing; its blocks become free."""
+    """Late frames of migrated requests change nothing, and the worker's blocks become free."""
     fake = FakeModel(step_time=0.01)
     async with (
         running(config(tmp_path, fake=fake, router={"worker_silence": 1.0})) as cluster,
@@ -86,7 +86,7 @@ async def test_resumed_worker_is_fenced(tmp_path: Path) -> None:
         report("worker frozen", cluster, load, since)
         await until(lambda: is_alive(cluster, frozen))
         await cluster.idle()
-        async with patient.client(cluster.address) as client:
+        async with retrying.client(cluster.address) as client:
             for stream in load.moved:
                 known = await client.get_request(stream.request_id)
                 assert (known.state, known.attempts) == (pb.REQUEST_STATE_FINISHED, 2)
@@ -99,7 +99,7 @@ def gone_on(load: Load, since: float) -> list[str]:
 
 
 async def requests_at(cluster: Cluster, worker_id: str, load: Load) -> set[str]:
-    async with patient.client(cluster.address) as client:
+    async with retrying.client(cluster.address) as client:
         known = await asyncio.gather(*(client.get_request(s.request_id) for s in load.streams))
     return {k.request_id for k in known if k.worker_id == worker_id}
 
@@ -131,7 +131,7 @@ async def test_worker_with_lost_rank_ends_and_streams_migrate(
         assert load.moved
         await until(lambda: not is_running(first))
         report(f"rank 1 got {number.name}", cluster, load, since)
-        # A stopped process hears of no end.
+        # A stopped rank does not notice that its worker has ended.
         await cluster.kill_worker(0)
         await cluster.idle()
 
@@ -145,7 +145,7 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.long
 async def test_slow_worker_gets_no_request_while_others_have_room(tmp_path: Path) -> None:
-    # Beside a busy machine's other work the others' steps take ten times as long, too.
+    # On a busy machine, steps of the other workers may also take ten times as long.
     slow = {1: {"fake": FakeModel(step_time=0.25)}}
     async with running(config(tmp_path), slow) as cluster:
         async with Load(cluster.addresses, 8, seed=1, max_tokens=12) as load:
@@ -177,10 +177,10 @@ async def test_request_that_kills_workers_fails_alone(
     """Each worker is killed in the prefill of the same request, and only that request fails."""
     fake = FakeModel(step_time=0.004, token_time=0.0005, max_model_len=32_768)
     settings = config(tmp_path, workers=2, fake=fake)
-    async with running(settings) as cluster, patient.client(cluster.address) as client:
+    async with running(settings) as cluster, retrying.client(cluster.address) as client:
         async with Load(cluster.addresses, 12, fake=fake, max_tokens=300) as load:
             await load.until(5, part=1.0)
-            # The prefill takes twelve seconds, of which the first that are noticed are enough.
+            # The prefill takes 12 s, which is long enough to notice it and kill the worker.
             poison = client.generate([6] * 24_000, request_id="poison", max_tokens=1)
             eaten = asyncio.create_task(poison.text())
             for _ in range(settings.router.max_losses):
@@ -195,7 +195,7 @@ async def test_request_that_kills_workers_fails_alone(
 
 
 async def kill_in_prefill(cluster: Cluster, client: AsyncClient, request_id: str) -> None:
-    """Kill the worker that computes the request's prompt, and start another one."""
+    """Kill the worker that computes the request's prompt, and restart it."""
 
     async def is_prefilling() -> bool:
         worker_id = (await client.get_request(request_id)).worker_id
@@ -218,7 +218,7 @@ def alive_ids(cluster: Cluster) -> set[str]:
 async def test_memory_shortage_preempts_sequences_and_loses_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Some sequences of steps without memory are preempted, and the worker survives."""
+    """A step that runs out of memory preempts some of its sequences, and the worker survives."""
     compute = FakeRunner.execute
 
     def execute(runner: FakeRunner, plan: Plan) -> list[RowResult]:
@@ -238,7 +238,7 @@ async def test_memory_shortage_preempts_sequences_and_loses_none(
 
 @pytest.mark.long
 async def test_prompt_with_non_finite_logits_fails_alone(tmp_path: Path) -> None:
-    """The torch engine, and a checkpoint in which one token's embedding is not a number."""
+    """The checkpoint has a NaN embedding of one token, and the torch engine serves it."""
     poison = 300
     settings = Config(
         model=str(with_broken_token(tmp_path / "model", poison)),
@@ -247,20 +247,20 @@ async def test_prompt_with_non_finite_logits_fails_alone(tmp_path: Path) -> None
         worker=WorkerConfig(num_blocks=256, dtype="float32", num_threads=1),
     )
     prompts = [[n + 10, 20, 30] for n in range(4)]
-    async with running(settings) as cluster, patient.client(cluster.address) as client:
+    async with running(settings) as cluster, retrying.client(cluster.address) as client:
         alone = [await greedy(client, prompt) for prompt in prompts]
         neighbours = [asyncio.create_task(greedy(client, prompt)) for prompt in prompts]
         with pytest.raises(EverliftError, match="not finite") as caught:
             await greedy(client, [10, poison, 30])
         assert caught.value.grpc_status == "INTERNAL"
         assert [await task for task in neighbours] == alone
-        # What it left in the blocks of the cache spoils nobody who gets them.
+        # NaN keys and values in released blocks do not affect later requests.
         assert [await greedy(client, prompt) for prompt in prompts] == alone
         await cluster.idle()
 
 
 def with_broken_token(directory: Path, token: int) -> Path:
-    """The demo's model; its output layer is one of its own, and in order."""
+    """Write the demo model with a NaN embedding of ``token`` and an intact, untied output layer."""
     shutil.copytree(DEMO_MODEL, directory)
     weights = load_file(directory / "model.safetensors")
     embeddings = weights["model.embed_tokens.weight"]
@@ -279,7 +279,7 @@ async def greedy(client: AsyncClient, prompt: list[int]) -> list[int]:
 
 
 async def test_worker_with_other_model_is_rejected() -> None:
-    async with in_process.cluster(workers=1) as parts, patient.client(parts.address) as client:
+    async with in_process.cluster(workers=1) as parts, retrying.client(parts.address) as client:
         other = Rank(replace(in_process.WORKER, fake=FakeModel(eos_one_in=7)))
         try:
             with pytest.raises(InvalidRequest, match="fingerprint"):

@@ -1,7 +1,7 @@
 """Checks of the openai package's files and batches against a scripted model at EVERLIFT_HTTP.
 
-The model says what its prompt tells it to (tests/support/scripted.py). Run in the environment of
-other people's clients, by tests/integration.
+The model generates the text that its prompt requests (tests/support/scripted.py).
+tests/integration runs this module in an environment with this client.
 """
 
 from __future__ import annotations

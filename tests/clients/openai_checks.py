@@ -95,10 +95,10 @@ def test_chat_stream_yields_deltas_and_final_usage(client: OpenAI) -> None:
             stream_options={"include_usage": True},
         )
     )
-    *told, last = chunks
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in told) == NUMBERS
-    assert told[0].choices[0].delta.role == "assistant"
-    assert [chunk.choices[0].finish_reason for chunk in told][-2:] == [None, "stop"]
+    *pieces, last = chunks
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in pieces) == NUMBERS
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in pieces][-2:] == [None, "stop"]
     assert last.choices == [] and last.usage is not None and last.usage.prompt_tokens > 0
     assert last.usage.prompt_tokens_details is not None
     assert last.usage.prompt_tokens_details.cached_tokens is not None
@@ -163,10 +163,10 @@ def test_logprobs_match_returned_text(client: OpenAI) -> None:
     completion = client.completions.create(
         model=MODEL, prompt=COUNT, temperature=0, logprobs=1, max_tokens=6
     )
-    told = completion.choices[0].logprobs
-    assert told is not None and told.tokens is not None and told.text_offset is not None
+    logprobs = completion.choices[0].logprobs
+    assert logprobs is not None and logprobs.tokens is not None and logprobs.text_offset is not None
     text = completion.choices[0].text
-    for token, offset in zip(told.tokens, told.text_offset, strict=True):
+    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
         assert text[offset : offset + len(token)] == token
 
 
@@ -178,8 +178,8 @@ def test_logprobs_bytes_decode_to_emoji(client: OpenAI) -> None:
     [choice] = chat.choices
     assert choice.logprobs is not None and choice.logprobs.content is not None
     assert choice.message.content == " \N{ROCKET}" * 3
-    told = b"".join(bytes(token.bytes or ()) for token in choice.logprobs.content)
-    assert told.decode() == choice.message.content
+    decoded = b"".join(bytes(token.bytes or ()) for token in choice.logprobs.content)
+    assert decoded.decode() == choice.message.content
     assert all(len(token.top_logprobs) == 4 for token in choice.logprobs.content)
 
 
@@ -242,7 +242,7 @@ def test_tool_choice_forces_call_and_accepts_tool_result(client: OpenAI, choice:
             pass
         [streamed] = stream.get_final_completion().choices[0].message.tool_calls or []
     assert json.loads(streamed.function.arguments) == arguments
-    # The result of a call belongs into the next turn.
+    # The next turn contains the result of the call.
     result: Any = [
         *messages,
         answer.choices[0].message,
@@ -277,8 +277,8 @@ def test_errors_map_to_openai_exception_classes(client: OpenAI) -> None:
     key = {"Idempotency-Key": "of-one-body"}
     client.completions.create(model=MODEL, prompt="a", max_tokens=1, extra_headers=key)
     with pytest.raises(openai.ConflictError):
-        patient = client.with_options(max_retries=2)
-        patient.completions.create(model=MODEL, prompt="b", max_tokens=1, extra_headers=key)
+        retrying = client.with_options(max_retries=2)
+        retrying.completions.create(model=MODEL, prompt="b", max_tokens=1, extra_headers=key)
 
 
 def test_stream_error_event_raises_api_error(client: OpenAI) -> None:
@@ -342,8 +342,8 @@ def test_langchain_parses_tool_calls_and_structured_output() -> None:
     [call] = tool.invoke("json name=ann:").tool_calls
     assert call["name"] == "note" and call["args"]["name"] in ("ann", "bob")
     first, *rest = tool.stream("json name=ann:")
-    [told] = sum(rest, first).tool_calls
-    assert (told["name"], told["args"]) == (call["name"], call["args"])
+    [received] = sum(rest, first).tool_calls
+    assert (received["name"], received["args"]) == (call["name"], call["args"])
     reader = langchain().with_structured_output(
         {"title": "person", **SCHEMA["json_schema"]["schema"]}, method="json_schema"
     )

@@ -1,8 +1,8 @@
 """Checks of the openai package against a model that calls tools, at EVERLIFT_HTTP.
 
-EVERLIFT_TOOL_FORMAT names the format of its calls. The model generates what its prompt tells it to
-(tests/support/scripted.py), or what a grammar permits if a call is required. tests/integration runs
-this module in an environment with this client.
+EVERLIFT_TOOL_FORMAT names the format of its calls. The model generates the text that its prompt
+requests (tests/support/scripted.py), or what a grammar permits if a call is required.
+tests/integration runs this module in an environment with this client.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from openai import OpenAI
 
 BASE = f"http://{os.environ['EVERLIFT_HTTP']}/v1"
 FORMAT = os.environ["EVERLIFT_TOOL_FORMAT"]
-#: It may be left out before a bare call.
+#: Mark before a call, which a model may omit.
 PYTHON_TAG = "<|python_tag|>"
 NOTE: Any = {
     "type": "function",
@@ -41,7 +41,7 @@ END: tuple[str, dict[str, Any]] = ("stop", {})
 
 
 def written(*calls: tuple[str, dict[str, Any]]) -> str:
-    """Calls as models of that format write them."""
+    """Return the text of tool calls in the format under test."""
     if FORMAT == "hermes":
         shown = [json.dumps({"name": name, "arguments": given}) for name, given in calls]
         return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in shown)
@@ -49,7 +49,7 @@ def written(*calls: tuple[str, dict[str, Any]]) -> str:
 
 
 def saying(text: str, **more: Any) -> dict[str, Any]:
-    """A request that is answered with ``text``."""
+    """Return a request that is answered with ``text``."""
     content = f"say:{text}"
     return dict(
         model=os.environ["EVERLIFT_MODEL"],
@@ -137,7 +137,7 @@ def test_tool_call_stream_sends_incremental_arguments(client: OpenAI) -> None:
     assert names == ["note", "note"] and len(set(ids)) == 2
     assert [json.loads(each) for each in arguments] == [{"name": "ann"}, {"name": "bob"}]
     assert reasons == ["tool_calls"]
-    # They come while they are written; a late reader gets several tokens in a delta.
+    # Calls are streamed while they are generated; a late reader gets several tokens in a delta.
     assert num_deltas > 2
 
 
@@ -158,9 +158,9 @@ def test_langchain_stream_accumulates_tool_calls(calls: Any) -> None:
     asked = saying(written(*calls))
     model = ChatOpenAI(model=asked["model"], base_url=BASE, api_key="none", temperature=0)  # type: ignore[arg-type]
     first, *rest = model.bind_tools(asked["tools"]).stream(asked["messages"], max_tokens=200)
-    told = sum(rest, first)
-    assert [(call["name"], call["args"]) for call in told.tool_calls] == calls
-    assert not told.invalid_tool_calls
+    message = sum(rest, first)
+    assert [(call["name"], call["args"]) for call in message.tool_calls] == calls
+    assert not message.invalid_tool_calls
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])

@@ -1,6 +1,6 @@
 """Results of tritonclient with a router, as JSON: `python triton.py ADDRESS WHAT`.
 
-The model is the fake one.
+The router serves the fake model.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def refused(client: triton.InferenceServerClient) -> Any:
 
 
 def stream(client: triton.InferenceServerClient) -> Any:
-    """Five requests at once, of which the third is wrong."""
+    """Send five requests at once, of which the third is invalid; return all answers."""
     answers: queue.Queue[Any] = queue.Queue()
     client.start_stream(lambda result, error: answers.put((result, error)))
     for number in range(5):
@@ -109,10 +109,10 @@ def stream(client: triton.InferenceServerClient) -> Any:
             parameters={"top_p": 7.0} if number == 2 else None,
         )
     client.stop_stream()
-    return [told(*answers.get()) for _ in range(answers.qsize())]
+    return [summary(*answers.get()) for _ in range(answers.qsize())]
 
 
-def told(result: Any, error: Any) -> Any:
+def summary(result: Any, error: Any) -> Any:
     if error is not None:
         return {"error": error.message()}
     response = result.get_response()
@@ -121,13 +121,13 @@ def told(result: Any, error: Any) -> Any:
 
 
 def cancel(client: triton.InferenceServerClient) -> Any:
-    """Two requests whose stream is closed after the first token."""
+    """Send two requests, and close their stream after the first token; return its request id."""
     answers: queue.Queue[Any] = queue.Queue()
     client.start_stream(lambda result, error: answers.put((result, error)))
     for name in ("a", "b"):
         parameters = {"request_id": name}
         client.async_stream_infer(MODEL, prompt(1, 3000), request_id=name, parameters=parameters)
-    first = told(*answers.get())
+    first = summary(*answers.get())
     client.stop_stream(cancel_requests=True)
     return first["id"]
 
@@ -139,7 +139,7 @@ async def by_aio(address: str) -> Any:
 
     async with triton_aio.InferenceServerClient(address) as client:
         whole = outputs(await client.infer(MODEL, prompt(5, 8)))
-        answers = [told(*it) async for it in client.stream_infer(requests())]
+        answers = [summary(*it) async for it in client.stream_infer(requests())]
         return {"live": await client.is_server_live(), "whole": whole, "answers": answers}
 
 

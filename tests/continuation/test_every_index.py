@@ -1,5 +1,7 @@
-"""Broken at every token and gone on with elsewhere, a request gives what it gives undisturbed:
-tokens, text, log probabilities, ends and usage, each of them once."""
+"""Requests that are interrupted after each token and resumed elsewhere.
+
+Their tokens, text, log probabilities, finish reasons and usage are those of an undisturbed run.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def check(bench: Bench, asked: Asked, index: int, break_it: Break) -> None:
 
 
 def on_start(monkeypatch: pytest.MonkeyPatch, see: Loss) -> None:
-    """``see`` sees, and may change, all that workers are told to start."""
+    """Call ``see``, which may change it, for each message that starts a sequence at a worker."""
     start_of = messages.start
 
     def start(*arguments: Any, **options: Any) -> session_pb2.Start:
@@ -82,7 +84,7 @@ def test_continuation_keeps_cache_salt(bench: Bench, monkeypatch: pytest.MonkeyP
     for kind in ("cache_salt", "max_tokens"):
         salts.clear()
         check(bench, KINDS[kind], 5, kill)
-        # A busy machine may lose a worker once more.
+        # On a busy machine a worker may be lost once more.
         assert len(salts) >= 2 and len(set(salts)) == 1
         found.append(salts[0])
     assert found[0] != found[1]
@@ -92,7 +94,7 @@ def test_continuation_keeps_cache_salt(bench: Bench, monkeypatch: pytest.MonkeyP
 def test_missing_prefix_leaves_the_output_exact(
     bench: Bench, break_it: Break, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Workers never have what routers leave out, and ask for the whole prompt each time."""
+    """Workers never have the prefixes that routers omit, and request the whole prompt each time."""
     asked: list[bytes] = []
     monkeypatch.setattr(ChunkStore, "find", lambda store, end, *_: asked.append(end))
     for index in (0, 1, 7):
@@ -114,7 +116,7 @@ def test_wrong_prefix_is_detected(bench: Bench, monkeypatch: pytest.MonkeyPatch)
     assert bench.broken(asked, 1, kill).result() != undisturbed(asked).result()
 
 
-# Each thing that a continuation has to carry on is missed when it is left behind.
+# Mutations of start messages: each omits state of a continuation, which the comparison must detect.
 
 
 def all_prompt(start: session_pb2.Start) -> None:

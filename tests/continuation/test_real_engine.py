@@ -1,8 +1,10 @@
-"""The same with the real engine: the demo model in fp32 on torch, its tokenizer, and grammars that
-are compiled. Routers, ledger, network and time are the simulated cluster's.
+"""Continuations with the real engine in the simulated cluster.
 
-Log probabilities agree within 1e-4: a continuation computes in one piece what was computed token by
-token. Tokens are the same: on this model nothing is so close to a tie that rounding decides it.
+The demo model in fp32 on torch, its tokenizer and compiled grammars are real. Routers, ledger,
+network and time are those of the simulated cluster.
+
+Log probabilities agree within 1e-4, because a continuation computes in one piece what was computed
+token by token. Tokens are equal, because this model has no logits so close that rounding matters.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ QUICK = ("seed", "penalties", "stop string", "n", "schema")
 
 
 class Timed:
-    """A Runner whose steps take virtual time."""
+    """Runner whose steps take virtual time."""
 
     def __init__(self, runner: TorchRunner, spend: Callable[[float], None]) -> None:
         self._spend = spend
@@ -92,7 +94,7 @@ class Timed:
 
 
 class AtOnce:
-    """Compiles in no virtual time."""
+    """Grammar compiler that takes no virtual time."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -110,7 +112,7 @@ def service() -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def runners() -> dict[str, TorchRunner]:
-    """Return the runners by host; a restarted worker finds garbage in its blocks."""
+    """Runners by host; a restarted worker reuses one with the old contents of its blocks."""
     return {}
 
 
@@ -127,7 +129,7 @@ def bench(service: Service, runners: dict[str, TorchRunner]) -> Iterator[Bench]:
         assert not complaints
         assert not it.clock.uncaught
     for runner in runners.values():
-        # Lives that were killed have left their grammars, each of which has a process.
+        # Killed workers leave their grammars, each of which has a process.
         runner.release(range(WORKERS.max_num_seqs))
     gc.collect()
 
@@ -146,7 +148,7 @@ def undisturbed(bench: Bench, kind: str) -> Transcript:
 
 
 def spread(count: int, parts: int) -> list[int]:
-    """Indices from the first token to the last but one."""
+    """Return evenly spaced indices from the first token to the last but one."""
     return sorted({1, *(1 + part * (count - 2) // parts for part in range(parts + 1))})
 
 
@@ -181,7 +183,7 @@ def check(bench: Bench, kind: str, index: int, break_it: Break) -> None:
 
 
 def said(transcript: Transcript) -> object:
-    """All but the log probabilities."""
+    """Return the output without log probabilities, in a form for comparison."""
     choices = [
         (tuple(it.tokens), it.text, it.finish_reason, len(it.logprobs))
         for _, it in sorted(transcript.choices.items())

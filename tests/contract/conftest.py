@@ -1,4 +1,4 @@
-"""The ledgers that the contract is held to: in memory, and on servers."""
+"""Ledgers under test: in memory, and on servers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.support.ledger.ledgers import (
     valkey_server,
 )
 
-#: A machine that is busy elsewhere is not what is looked for.
-_PATIENCE_S = 30.0
+#: Limit of a ledger's calls in seconds, which is long enough for a busy machine.
+_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
 class Backend:
-    """``url`` is empty for the ledger in memory."""
+    """Ledger server and its settings; ``url`` is empty for the ledger in memory."""
 
     url: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -66,18 +66,18 @@ async def ledger(backend: Backend, clock: Clock) -> AsyncIterator[Ledger]:
     if not backend.url:
         yield MemoryLedger(clock)
         return
-    async with connected(backend.url, timeout=_PATIENCE_S, **backend.settings) as ledger:
+    async with connected(backend.url, timeout=_TIMEOUT_S, **backend.settings) as ledger:
         yield ledger
 
 
 @pytest.fixture
-async def forgetful(backend: Backend, clock: Clock) -> AsyncIterator[Ledger]:
-    """A ledger that soon forgets what ended."""
+async def expiring(backend: Backend, clock: Clock) -> AsyncIterator[Ledger]:
+    """Ledger with a short retention of ended requests."""
     if not backend.url:
         yield MemoryLedger(clock, LedgerConfig(retention=RETENTION_S))
         return
     settings = backend.settings | {"retention": RETENTION_S}
-    async with connected(backend.url, timeout=_PATIENCE_S, **settings) as ledger:
+    async with connected(backend.url, timeout=_TIMEOUT_S, **settings) as ledger:
         yield ledger
 
 

@@ -1,4 +1,4 @@
-"""Clusters of different models on one server, of which one serves clients."""
+"""Clusters of different models on one ledger server, one of which is active."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from redis.asyncio import Redis
 
 from everlift.v1 import session_pb2
-from router.ledger.redis import redis_ledger
-from router.ledger.redis.redis_ledger import RedisLedger
+from router.ledger.redis.connections import Command
+from router.ledger.redis.redis_ledger import _ACTIVE_MS, RedisLedger
 from tests.support.ledger.ledger_servers import cluster, cluster_url
 from tests.support.ledger.ledgers import connected, valkey_server
 
@@ -58,16 +58,22 @@ async def test_active_cluster_is_first_until_replaced(pair: Pair) -> None:
     assert not await pair.old.is_active()
 
 
-async def test_expired_active_cluster_is_replaced(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(redis_ledger, "_ACTIVE_MS", 300)
+async def on_key(pair: Pair, command: str, *arguments: str) -> int:
+    """Run a command on the key that the clusters share."""
+    whole = Command(pair.key, (command, pair.key, *arguments))
+    [answer] = await pair.old._shards.run_commands("test", whole)
+    return int(answer)
+
+
+async def test_expired_active_cluster_is_replaced(pair: Pair) -> None:
     assert await pair.old.is_active()
-    for _ in range(8):
-        # It is there as long as it asks.
-        await asyncio.sleep(0.05)
-        assert await pair.old.is_active()
-        assert not await pair.new.is_active()
+    await on_key(pair, "PEXPIRE", "600000")
+    assert not await pair.new.is_active()
+    assert await on_key(pair, "PTTL") > _ACTIVE_MS
+    # A call of the active cluster renews the key for _ACTIVE_MS.
+    assert await pair.old.is_active()
+    assert 0 < await on_key(pair, "PTTL") <= _ACTIVE_MS
+    await on_key(pair, "PEXPIRE", "1")
     async with asyncio.timeout(30.0):
         while not await pair.new.is_active():
             await asyncio.sleep(0.05)
@@ -88,7 +94,7 @@ async def test_active_load_is_readable_by_new_cluster(pair: Pair) -> None:
 
 
 async def test_cluster_without_shared_key_is_active(url: str) -> None:
-    async with connected(url) as one, connected(url) as other:
+    async with connected(url, timeout=30.0) as one, connected(url, timeout=30.0) as other:
         await one.activate()
         assert await other.is_active()
         assert await other.active_load() is None
@@ -96,7 +102,7 @@ async def test_cluster_without_shared_key_is_active(url: str) -> None:
 
 async def test_active_cluster_renews_on_full_server() -> None:
     with valkey_server(also="+config|set") as url:
-        async with connected(url, active_key="release-active") as old:
+        async with connected(url, active_key="release-active", timeout=30.0) as old:
             assert await old.is_active()
             async with Redis.from_url(url) as client:
                 await client.config_set("maxmemory", 1)

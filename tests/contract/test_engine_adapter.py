@@ -1,4 +1,4 @@
-"""Contract of the worker's engines: Everlift's own, and vLLM's over a core that plans like it."""
+"""Contract of the worker's engines: Everlift's own, and vLLM's with a fake core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys that a ledger's moves leave on a server, and how long they are kept."""
+"""Keys that a ledger's moves leave on a server, and their times to live."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ from tests.support.ledger.ledgers import (
 TERM = 1
 EPOCH = 5
 AGES_S = 3600.0
+#: Limit of a call to a server that may lack a core for seconds.
+TIMEOUT_S = 20.0
 RETENTION_MS = DEFAULTS.retention * 1000
 WEEK_MS = 7 * 24 * 3600 * 1000
-#: Of a request of two choices with log probabilities.
+#: Keys of a request with two choices and log probabilities.
 OF_REQUEST = {"r:r", "e:r", "t:r:0", "t:r:1", "l:r:0", "l:r:1", "p:r"}
-#: Of who leads.
+#: Keys of the leadership.
 ALWAYS = {"term", "leader"}
-#: The listings of a request.
+#: Keys of the listings that contain a request.
 LISTED = {"arrivals", "expiries"}
 
 
@@ -62,7 +64,7 @@ class Keys:
         return [left[name] for name in OF_REQUEST]
 
     async def age(self) -> None:
-        """Lets little time be left to the request's keys."""
+        """Set the time to live of the request's keys to a minute."""
         for name in OF_REQUEST:
             assert await self._client.pexpire(self._root + name, 60_000)
 
@@ -105,7 +107,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture
 async def ledger(url: str) -> AsyncIterator[RedisLedger]:
-    async with connected(url) as ledger:
+    async with connected(url, timeout=TIMEOUT_S) as ledger:
         yield ledger
 
 
@@ -127,13 +129,13 @@ async def release(ledger: Ledger) -> None:
 
 
 async def take_over(ledger: Ledger) -> None:
-    await ledger.take_over("r", "heir", "gateway")
+    await ledger.take_over("r", "successor", "gateway")
 
 
 async def follow(ledger: Ledger) -> None:
-    told = await ledger.read("r")
-    told = replace(told, entry=replace(told.entry, moves=told.entry.moves + 1))
-    assert (await ledger.reassert(told))[0] is Reasserted.OK
+    copy = await ledger.read("r")
+    copy = replace(copy, entry=replace(copy.entry, moves=copy.entry.moves + 1))
+    assert (await ledger.reassert(copy))[0] is Reasserted.OK
 
 
 Move = Callable[[Ledger], Awaitable[None]]
@@ -182,19 +184,19 @@ async def finish(ledger: Ledger) -> None:
     assert (await ledger.append(ends))[-1] is Appended.FINISHED
 
 
-async def hear_of_its_end(ledger: Ledger) -> None:
-    told = await ledger.read("r")
-    ended = {"state": State.EXPIRED, "worker": "", "epoch": 0, "moves": told.entry.moves + 1}
-    await ledger.reassert(replace(told, entry=replace(told.entry, **ended)))
+async def resync_end(ledger: Ledger) -> None:
+    copy = await ledger.read("r")
+    ended = {"state": State.EXPIRED, "worker": "", "epoch": 0, "moves": copy.entry.moves + 1}
+    await ledger.reassert(replace(copy, entry=replace(copy.entry, **ended)))
 
 
-async def hear_of_its_last_tokens(ledger: Ledger) -> None:
-    told = await ledger.read("r")
+async def resync_last_tokens(ledger: Ledger) -> None:
+    copy = await ledger.read("r")
     reasons = (FinishReason.STOP,) * 2
-    await ledger.reassert(replace(told, entry=replace(told.entry, finish_reasons=reasons)))
+    await ledger.reassert(replace(copy, entry=replace(copy.entry, finish_reasons=reasons)))
 
 
-ENDS = [cancel, lose, finish, hear_of_its_end, hear_of_its_last_tokens]
+ENDS = [cancel, lose, finish, resync_end, resync_last_tokens]
 
 
 @pytest.mark.parametrize("end", ENDS)
@@ -214,10 +216,10 @@ async def test_reasserted_end_expires_after_retention(
 ) -> None:
     await run(ledger)
     await end(ledger)
-    told = await ledger.read("r")
+    copy = await ledger.read("r")
     await ledger.erase("r")
-    await unbury(ledger, told.entry)
-    assert (await ledger.reassert(told))[0] is Reasserted.OK
+    await unbury(ledger, copy.entry)
+    assert (await ledger.reassert(copy))[0] is Reasserted.OK
     left = await keys.left_ms_of_request()
     assert 0 < min(left) <= max(left) <= RETENTION_MS
 
@@ -245,7 +247,7 @@ async def test_long_prompt_is_deleted_in_several_steps(ledger: RedisLedger, keys
 
 async def test_garbage_that_a_prompt_refers_to_is_kept(ledger: RedisLedger, keys: Keys) -> None:
     first = make_request("r", prompt_ids=tuple(range(600 * CHUNK_SIZE)))
-    # Its last chunk will be the one at which the deletion of the others stops.
+    # The deletion of the first prompt's chunks stops at the last chunk of this prompt.
     second = make_request("s", prompt_ids=first.prompt_ids[: 88 * CHUNK_SIZE])
     await ledger.open(first, "gateway")
     await keys.drop("r:r")
@@ -264,7 +266,7 @@ async def test_erase_leaves_only_expiring_markers(ledger: RedisLedger, keys: Key
     await ledger.erase("r")
     (call, call_left), *graves = sorted((await keys.left_ms()).items())
     assert call.startswith("f:")
-    assert 0 < call_left <= 2000 * DEFAULTS.timeout
+    assert 0 < call_left <= 2000 * TIMEOUT_S
     assert [name[:2] for name, _ in graves] == ["g:", "h:"]
     for grave, grave_left in graves:
         assert "r" not in grave
@@ -275,7 +277,7 @@ async def test_owner_is_removed_with_its_last_request(ledger: RedisLedger, keys:
     await ledger.open(make_request("other"), "gateway")
     await run(ledger)
     await take_over(ledger)
-    assert await keys.members("owners") == {"gateway", "heir"}
+    assert await keys.members("owners") == {"gateway", "successor"}
     await cancel(ledger)
     assert await keys.members("owners") == {"gateway"}
     assert await keys.members("owned:gateway") == {"other"}
@@ -355,7 +357,7 @@ async def test_term_advances_after_clock_moved_backwards(ledger: RedisLedger, ke
     assert (await ledger.dispatch("r", "worker", EPOCH, TERM + 1)).state is State.RUNNING
 
 
-# what is left of what is gone
+# cleanup after expired requests and objects
 
 
 async def test_orphan_scan_removes_expired_request_from_owner(
@@ -380,7 +382,7 @@ async def test_worker_removal_is_recorded_as_a_change(ledger: RedisLedger, keys:
 
 async def test_tenant_keys_expire_when_buckets_are_full(ledger: RedisLedger, keys: Keys) -> None:
     limits = {"requests_per_minute": 1, "tokens_per_minute": 10, "max_concurrent": 1}
-    await ledger.charge(Charge("acme/r", 1, 9, **limits), 1.0)
+    await ledger.charge(Charge("acme/r", 1, 9, **limits), 30.0)
     left = await keys.left_ms()
     assert left.keys() == {"slots:acme", "charges:acme", "buckets:acme"}
     assert 0 < min(left.values()) <= max(left.values()) <= 61_000
@@ -409,7 +411,7 @@ async def test_expired_slot_is_removed_by_next_charge(ledger: RedisLedger, keys:
 
     async def is_free() -> bool:
         try:
-            return await ledger.charge(Charge("acme/b", 0, 1, max_concurrent=1), 1.0)
+            return await ledger.charge(Charge("acme/b", 0, 1, max_concurrent=1), AGES_S)
         except RateLimited:
             return False
 
@@ -475,7 +477,7 @@ async def test_listing_removes_expired_objects(ledger: RedisLedger, keys: Keys) 
 
 async def test_objects_that_remain_are_not_swept(ledger: RedisLedger, keys: Keys) -> None:
     await ledger.put_object(THING, b"", 0)
-    # The listing's clock is ahead of that by which the object's key expires.
+    # As if the listing's clock were ahead of the clock by which the object's key expires.
     await keys.make_objects_due(THING)
     await ledger.orphans(1)
     assert await ledger.list_objects("things", "t") == (THING,)

@@ -1,4 +1,4 @@
-"""The contract of stored prompts and sessions: what all ledgers do alike."""
+"""Contract of all ledgers for stored prompts and sessions."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ AGES_S = 3600.0
 
 
 def prompt(num_chunks: int, more: int = 0, begin: int = 0) -> tuple[int, ...]:
-    """Tokens of ``num_chunks`` full chunks and ``more``; another ``begin`` gives other chunks."""
+    """Return ``num_chunks`` full chunks and ``more`` tokens; ``begin`` changes all chunk hashes."""
     return (begin, *range(1, num_chunks * CHUNK_SIZE + more))
 
 
 def request(name: str = "r", num_chunks: int = 3, more: int = 5, **changes: Any) -> Request:
     begin = changes.pop("begin", 0)
-    # All requests of these tests are on one shard of a ledger that has several.
+    # Requests of one session are on the same shard of a ledger with several shards.
     return make_request(
         in_session(name, "s"), prompt_ids=prompt(num_chunks, more, begin), **changes
     )
@@ -49,7 +49,7 @@ async def finish(ledger: Ledger, its: Request) -> None:
 
 
 async def references(ledger: Ledger) -> list[int]:
-    """The number of references to each chunk, in no order that matters."""
+    """Return the number of references to each chunk, sorted."""
     return sorted((await chunk_references(ledger)).values())
 
 
@@ -73,11 +73,11 @@ async def test_append_replaces_the_request_but_not_its_prompt(ledger: Ledger) ->
     assert (await ledger.read(its.request_id)).request == before
     later = Append(its.request_id, EPOCH, 2, (3,))
     assert await ledger.append([item, later]) == [Appended.OK] * 2
-    stored = await ledger.take_over(its.request_id, "heir", "gateway")
+    stored = await ledger.take_over(its.request_id, "successor", "gateway")
     assert stored.request == replace(other_version(its), deadline=before.deadline)
     assert stored.choices[0].tokens == (1, 2, 3)
     assert await references(ledger) == kept
-    await ledger.discard(its.request_id, "heir")
+    await ledger.discard(its.request_id, "successor")
     assert await references(ledger) == []
 
 
@@ -243,53 +243,53 @@ async def test_open_of_known_request_counts_no_chunks(ledger: Ledger) -> None:
     assert await references(ledger) == [1, 1, 1]
 
 
-async def test_expired_request_leaves_no_chunks(forgetful: Ledger, tick: Tick) -> None:
+async def test_expired_request_leaves_no_chunks(expiring: Ledger, tick: Tick) -> None:
     first, second = request("a", 5), request("b", 3)
     for its in (first, second):
-        await forgetful.open(its, "gateway")
-    await finish(forgetful, first)
+        await expiring.open(its, "gateway")
+    await finish(expiring, first)
 
     async def is_swept() -> bool:
-        await forgetful.orphans(1)
-        return await references(forgetful) == [1, 1, 1]
+        await expiring.orphans(1)
+        return await references(expiring) == [1, 1, 1]
 
     await eventually(is_swept, tick)
     with pytest.raises(UnknownRequest):
-        await forgetful.read(first.request_id)
-    assert (await forgetful.read(second.request_id)).request == second
+        await expiring.read(first.request_id)
+    assert (await expiring.read(second.request_id)).request == second
 
 
 @pytest.mark.parametrize("num_chunks", [2, 3, 4])
 async def test_expired_request_id_may_be_opened_again(
-    forgetful: Ledger, tick: Tick, num_chunks: int
+    expiring: Ledger, tick: Tick, num_chunks: int
 ) -> None:
     first, again = request("a", 3), request("a", num_chunks)
-    await forgetful.open(first, "gateway")
-    await finish(forgetful, first)
+    await expiring.open(first, "gateway")
+    await finish(expiring, first)
 
     async def is_gone() -> bool:
         try:
-            await forgetful.get(first.request_id)
+            await expiring.get(first.request_id)
         except UnknownRequest:
             return True
         return False
 
     await eventually(is_gone, tick)
-    assert (await forgetful.open(again, "gateway")).created
-    assert (await forgetful.read(again.request_id)).request == again
-    assert await references(forgetful) == [1] * num_chunks
+    assert (await expiring.open(again, "gateway")).created
+    assert (await expiring.read(again.request_id)).request == again
+    assert await references(expiring) == [1] * num_chunks
 
 
 async def test_reassert_restores_chunks_of_prompt(ledger: Ledger) -> None:
     its = request(session_id="s", turn=b"turn")
     await ledger.open(its, "gateway")
-    told = await ledger.read(its.request_id)
+    copy = await ledger.read(its.request_id)
     entry = await ledger.end_request(its.request_id, State.CANCELLED, "", "")
     await ledger.erase(its.request_id)
     await unbury(ledger, entry)
     for _ in range(2):
-        assert (await ledger.reassert(told))[0] is Reasserted.OK
-        assert (await ledger.read(its.request_id)).request == told.request
+        assert (await ledger.reassert(copy))[0] is Reasserted.OK
+        assert (await ledger.read(its.request_id)).request == copy.request
         assert await references(ledger) == [1, 1, 1]
     listed = await ledger.list_requests("", session_id="s")
     assert [it.request_id for it in listed.entries] == [its.request_id]
@@ -316,20 +316,23 @@ async def test_listing_of_session_has_its_requests(ledger: Ledger, tick: Tick) -
     assert await names() == ["a"]
 
 
-async def test_listing_of_session_omits_expired_requests(forgetful: Ledger, tick: Tick) -> None:
+async def test_listing_of_session_omits_expired_requests(
+    ledger: Ledger, expiring: Ledger, tick: Tick
+) -> None:
     its = make_request("a", session_id="s")
-    await forgetful.open(its, "gateway")
-    await forgetful.open(make_request("b", session_id="s"), "gateway")
-    await finish(forgetful, its)
+    for each in (ledger, expiring):
+        await each.open(its, "gateway")
+        await each.open(make_request("b", session_id="s"), "gateway")
+        await finish(each, its)
 
-    async def names() -> list[str]:
-        page = await forgetful.list_requests("", session_id="s")
+    async def names(ledger: Ledger) -> list[str]:
+        page = await ledger.list_requests("", session_id="s")
         return [entry.request_id for entry in page.entries]
 
     async def is_gone() -> bool:
-        return await names() == ["b"]
+        return await names(expiring) == ["b"]
 
-    assert len(await names()) == 2
+    assert len(await names(ledger)) == 2
     await eventually(is_gone, tick)
 
 
@@ -342,6 +345,6 @@ async def test_turns_are_those_of_finished_requests(ledger: Ledger, tick: Tick) 
         if name != d:
             await finish(ledger, its)
     assert await ledger.turns("", "s") == (Turn(c, b"\x003"), Turn(a, b"1"))
-    # Of the two newest requests, one has not finished.
+    # One of the two newest requests has not finished.
     assert await ledger.turns("", "s", 2) == (Turn(c, b"\x003"),)
     assert await ledger.turns("", "other") == await ledger.turns("t", "s") == ()

@@ -12,10 +12,10 @@ from router.ledger.base import AccessRecords, Ledger
 from router.ledger.quota import Charge, Settlement
 from tests.support.ledger.ledgers import Tick, eventually, lose_answers
 
-#: Long enough to act within, short enough to wait for.
+#: Long enough for calls before its end, short enough to wait for its end.
 LEASE_S = 0.25
 AGES_S = 3600.0
-#: Of ten in a minute one comes in 6 s: none while a test runs.
+#: The bucket refills by one token in 6 s, which is none during a test.
 SOME = {"tokens_per_minute": 10}
 REQUESTS, TOKENS, AT_A_TIME = "requests_per_minute", "tokens_per_minute", "max_concurrent"
 
@@ -90,7 +90,8 @@ async def test_refused_charge_retry_after_grows_with_shortfall(ledger: Ledger) -
 async def test_bucket_refills_over_time(ledger: Ledger, tick: Tick) -> None:
     limits = {TOKENS: 60_000}
     await take(ledger, "a", 60_000, **limits)
-    assert await refused(ledger, "b", 2000, **limits) == TOKENS
+    # The bucket refills by 60,000 tokens in a minute, and by fewer during a stall of the test.
+    assert await refused(ledger, "b", 60_000, **limits) == TOKENS
 
     async def is_taken() -> bool:
         try:
@@ -189,8 +190,9 @@ async def is_free(ledger: Ledger, request_id: str = "next") -> bool:
 
 
 async def test_slot_counts_until_lease_expires(ledger: Ledger, tick: Tick) -> None:
-    assert await ledger.charge(charge("a", **{AT_A_TIME: 1}), LEASE_S)
+    await take(ledger, "a", **{AT_A_TIME: 1})
     assert not await is_free(ledger)
+    await ledger.renew_charges(["acme/a"], LEASE_S)
     await eventually(lambda: is_free(ledger), tick)
 
 
@@ -210,9 +212,10 @@ async def test_held_slot_does_not_expire(ledger: Ledger, tick: Tick) -> None:
 
 
 async def test_resent_request_keeps_its_slot(ledger: Ledger, tick: Tick) -> None:
-    assert await ledger.charge(charge("a", **{AT_A_TIME: 1}), LEASE_S)
+    # The first lease is longer than a stall between the two charges.
+    assert await ledger.charge(charge("a", **{AT_A_TIME: 1}), 5.0)
     assert not await ledger.charge(charge("a", **{AT_A_TIME: 1}), AGES_S)
-    for _ in range(40):
+    for _ in range(600):
         await tick()
     assert not await is_free(ledger)
 
@@ -251,7 +254,7 @@ async def test_concurrent_charges_respect_limits(ledger: Ledger) -> None:
     assert sorted(map(str, map(type, answers))).count(str(bool)) == 3
 
 
-# who may come in
+# access records
 
 
 async def test_access_records_are_put_changed_and_removed(ledger: Ledger) -> None:

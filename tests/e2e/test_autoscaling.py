@@ -1,4 +1,4 @@
-"""Workers under Ray Serve that come and go with the queue."""
+"""Autoscaling of workers by the queue, under Ray Serve."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from router.ledger.config import LedgerConfig
 from router.ledger.embedded.embedded import running_url
 from router.ledger.redis.redis_ledger import connect
 from tests.support.free_port import free_port
-from tests.support.router import patient
+from tests.support.router import retrying
 from worker.config import FakeModel, WorkerConfig
 from worker.runner.fake_runner import expected_tokens
 
-# Ray and Serve warn of this and that of their own.
+# Ray and Serve emit warnings of their own.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 MODEL = FakeModel(step_time=0.05)
-_PATIENCE_S = 120.0
+_TIMEOUT_S = 120.0
 
 
 def config(state_dir: Path) -> Config:
@@ -47,7 +47,7 @@ def config(state_dir: Path) -> Config:
 
 
 async def until_workers(client: AsyncClient, count: int) -> None:
-    async with asyncio.timeout(_PATIENCE_S):
+    async with asyncio.timeout(_TIMEOUT_S):
         while await num_workers(client, "fake") != count:
             await asyncio.sleep(0.1)
 
@@ -58,12 +58,12 @@ async def num_workers(client: AsyncClient, model: str) -> int:
 
 
 async def until_exported(text: str) -> None:
-    """Ray's own metrics have a line that begins with it. They come every ten seconds."""
+    """Wait until a line of Ray's metrics, which are updated every 10 s, begins with ``text``."""
     import ray
 
     node = next(node for node in ray.nodes() if node["Alive"])
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
-    async with asyncio.timeout(_PATIENCE_S):
+    async with asyncio.timeout(_TIMEOUT_S):
         while not any(line.startswith(text) for line in await asyncio.to_thread(read, url)):
             await asyncio.sleep(0.5)
 
@@ -73,7 +73,7 @@ def read(url: str) -> list[str]:
         return response.read().decode().splitlines()
 
 
-async def told(state_dir: Path) -> Scaling:
+async def scaling_report(state_dir: Path) -> Scaling:
     """Return the autoscaler's decisions from the cluster's ledger."""
     url = running_url(state_dir)
     assert url is not None
@@ -87,7 +87,7 @@ async def told(state_dir: Path) -> Scaling:
 
 
 async def check_some(client: AsyncClient, count: int) -> None:
-    """Requests at once; each answer is the right one."""
+    """Send ``count`` requests at once, and check their tokens."""
 
     async def ask(seed: int) -> None:
         prompt = [Random(seed).randrange(256) for _ in range(20)]
@@ -100,9 +100,12 @@ async def check_some(client: AsyncClient, count: int) -> None:
 
 
 async def test_autoscaler_follows_queue_from_zero_to_two_workers(tmp_path: Path) -> None:
-    async with RayCluster(config(tmp_path)) as cluster, patient.client(cluster.addresses) as client:
+    async with (
+        RayCluster(config(tmp_path)) as cluster,
+        retrying.client(cluster.addresses) as client,
+    ):
         await until_workers(client, 0)
-        # It waits for a worker to start.
+        # The request waits for a worker to start.
         await check_some(client, 1)
         kinds = {span.kind for span in (await client.explain("0-of-1")).spans}
         assert SPAN_KIND_NO_WORKER in kinds
@@ -113,8 +116,8 @@ async def test_autoscaler_follows_queue_from_zero_to_two_workers(tmp_path: Path)
         await until_workers(client, 0)
         await until_exported("ray_everlift_autoscaler_max_workers{")
         await until_exported("ray_everlift_autoscaler_reason{")
-        changes = [(it.before, it.workers) for it in (await told(tmp_path)).changes]
-        # It begins with none, since there is nothing to do.
+        changes = [(it.before, it.workers) for it in (await scaling_report(tmp_path)).changes]
+        # The autoscaler begins with no worker, since there are no requests.
         assert changes[0][0] == changes[-1][1] == 0
         assert any(before < after == 2 for before, after in changes)
 
@@ -126,7 +129,7 @@ async def test_autoscaler_scales_only_the_model_with_a_queue(tmp_path: Path) -> 
     )
     [task] = prompts.mixed(1, seed=3)
     both = replace(config(tmp_path), models={"demo": demo})
-    async with RayCluster(both) as cluster, patient.client(cluster.addresses) as client:
+    async with RayCluster(both) as cluster, retrying.client(cluster.addresses) as client:
         await until_workers(client, 0)
         assert await num_workers(client, "demo_model") == 1
         crowd = asyncio.create_task(check_some(client, 40))
@@ -138,4 +141,4 @@ async def test_autoscaler_scales_only_the_model_with_a_queue(tmp_path: Path) -> 
         assert (await client.status()).missing_workers == ""
         assert list((tmp_path / "logs").glob("worker-demo-*.log"))
         # Only the policy of the autoscaled model reports decisions.
-        assert (await told(tmp_path)).max_workers == 2
+        assert (await scaling_report(tmp_path)).max_workers == 2

@@ -1,4 +1,4 @@
-"""The chart's Serve configuration, run on a local Ray with the nodes of the chart's groups."""
+"""Serve configuration of the chart on a local Ray with the nodes of the chart's groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.conftest import leaving_nothing
 from tests.support.chart import Rendered, running_helm
 from tests.support.free_port import free_port
 
-# Ray and Serve warn of this and that of their own.
+# Ray and Serve emit warnings of their own.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 
@@ -38,12 +38,12 @@ def release() -> Rendered:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> None:
-    """Between two tests Ray starts and ends processes as it likes; the end of all is checked."""
+    """Override the check after each test: it runs at the end of Ray, which starts processes."""
 
 
 @pytest.fixture(scope="module")
 def ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a ledger server, as the pods have it in their environment."""
+    """URL of a ledger server."""
     server = EmbeddedLedger(LedgerConfig(), listen=("127.0.0.1", free_port()))
     yield server.start(tmp_path_factory.mktemp("ledger"))
     server.stop()
@@ -51,7 +51,7 @@ def ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def nodes(release: Rendered, ledger: str, monkeypatch_module: pytest.MonkeyPatch) -> Iterator[None]:
-    """A node for each pod, with what the pod says that it has."""
+    """Ray cluster with a node for each pod, which has the pod's declared resources."""
     monkeypatch_module.setenv(URL_VARIABLE, ledger)
     local_ray.prepare()
     import ray
@@ -100,7 +100,7 @@ def test_chart_settings_serve_a_request(release: Rendered, nodes: None, tmp_path
     application = release.application
     module, _, function = application["import_path"].partition(":")
     settings = application["args"]
-    # On this machine, where its ports may be taken, and nowhere beyond it.
+    # Listen on loopback only, at free ports.
     settings["state_dir"] = str(tmp_path)
     settings["worker"]["ready_dir"] = str(tmp_path / "ready")
     settings["router"] |= {
@@ -117,7 +117,7 @@ def test_chart_settings_serve_a_request(release: Rendered, nodes: None, tmp_path
     )
     asyncio.run(serves(f"127.0.0.1:{settings['router']['port']}"))
     assert placed("router") == {"everlift_router"}
-    # By these names the hooks of pods find whom to tell (helm/files/leave.sh).
+    # The pods' hook finds the processes to notify by these names (helm/files/leave.sh).
     assert {"ray::RankActor", "ray::ServeReplica:everlift:router"} <= titles()
 
 
@@ -148,7 +148,7 @@ async def serves(address: str) -> None:
 
 
 def placed(deployment: str) -> set[str]:
-    """The custom resources of the nodes that its replicas run on."""
+    """Return Everlift's custom resources on the nodes of a deployment's replicas."""
     import ray
 
     nodes = {actor["Address"]["NodeID"] for actor in actors() if f"#{deployment}#" in actor["Name"]}

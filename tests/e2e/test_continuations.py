@@ -1,5 +1,7 @@
-"""Real processes, the demo model and SIGKILL: whatever a request asks for, a continuation is what
-an undisturbed run gives."""
+"""Requests of every kind after SIGKILL of their worker process, with the demo model.
+
+Their outputs are those of an undisturbed run.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,13 @@ from everlift.client.stream import Stream
 from everlift.sampling import TokenLogprobs
 from router.config import RouterConfig
 from tests.chaos.support import paused
-from tests.support.router import patient
+from tests.support.router import retrying
 from worker.config import WorkerConfig
 
 COUNT = 160
-#: What a worker sent before it was frozen is in the ledger after so long.
+#: Time until all tokens that a worker sent before it was frozen are in the ledger.
 _ON_THE_WAY_S = 0.5
-#: Times that a worker may be frozen too late.
+#: Attempts of a case: the workers may be frozen after all requests have ended.
 _TRIES = 5
 HOT = {"temperature": 1.5, "seed": 4, "max_tokens": COUNT, "ignore_eos": True}
 ASKED: dict[str, dict[str, Any]] = {
@@ -44,7 +46,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 class Said:
-    """All that a client was given, each token once."""
+    """Output that a client received; each token must arrive once."""
 
     def __init__(self) -> None:
         self.tokens: defaultdict[int, list[int]] = defaultdict(list)
@@ -80,7 +82,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[ProcessCluster]:
         model=str(DEMO_MODEL),
         num_workers=2,
         state_dir=tmp_path,
-        # Who is frozen for a moment is not lost.
+        # A worker that is frozen briefly does not count as lost.
         router=RouterConfig(port=0, http_port=0, grace=20.0, worker_silence=5.0),
         worker=WorkerConfig(num_blocks=256, num_threads=1, dtype="float32"),
     )
@@ -89,7 +91,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[ProcessCluster]:
 
 
 async def everything(client: AsyncClient, name: str, stop: str) -> dict[str, Said]:
-    """All requests at once, each read to its end."""
+    """Send all requests at once; return their outputs by kind."""
     said = {kind: Said() for kind in [*ASKED, "stop string"]}
     await asyncio.gather(*readers(client, name, stop, said))
     return said
@@ -119,7 +121,7 @@ def readers(
 
 @pytest.mark.long
 async def test_continuations_after_worker_kill_are_exact(cluster: ProcessCluster) -> None:
-    async with patient.client(cluster.address) as client:
+    async with retrying.client(cluster.address) as client:
         first = await everything(client, "first", stop="")
         stop = first["seed"].texts[0][-40:-34]
         calm = await everything(client, "calm", stop)
@@ -140,8 +142,11 @@ async def is_broken_after(
     stop: str,
     calm: dict[str, Said],
 ) -> bool:
-    """Asks for everything and kills a worker when the client has so many tokens. False if nobody
-    was in the middle any more by then: on a busy machine the client may be the last to know."""
+    """Kill a worker when a client has ``tokens`` tokens, and check all outputs.
+
+    Return False if no request was running then: on a busy machine the client may receive its tokens
+    late.
+    """
     said = {kind: Said() for kind in calm}
     reading = readers(client, name, stop, said)
     await until(lambda: len(said["seed"].tokens[0]) >= tokens)
@@ -158,8 +163,11 @@ async def is_broken_after(
 async def kill_in_the_middle(
     cluster: ProcessCluster, client: AsyncClient, request_ids: list[str]
 ) -> str | None:
-    """Kills the worker of the request that has the most tokens and is not at its end, and starts it
-    again. All workers are frozen meanwhile: before one has looked they might be through."""
+    """Kill and restart the worker of the running request with the most tokens; return its id.
+
+    Return None if no request with tokens is running. All workers are frozen before the kill, so
+    that no request ends in the meantime.
+    """
     with paused(pid for worker in cluster.workers for pid in worker.pids):
         await asyncio.sleep(_ON_THE_WAY_S)
         known = await asyncio.gather(*map(client.get_request, request_ids))

@@ -1,4 +1,4 @@
-"""`everlift demo`, as people run it: under Ray, with a kill in the middle."""
+"""`everlift demo` as a command: under Ray, with the kill of a worker."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check(summary: dict[str, object]) -> None:
 
 
 async def ports_of(process: Process) -> set[str]:
-    """Every address that the demo or anything below it listened on, as the kernel writes it."""
+    """Return the addresses on which the demo and its descendants listened, as /proc writes them."""
     ports: set[str] = set()
     while process.returncode is None:
         ports |= await asyncio.to_thread(listening_ports, process.pid)

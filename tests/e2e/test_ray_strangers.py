@@ -1,4 +1,4 @@
-"""A Ray of ours for one machine lets nobody in who has not its token, and has no dashboard."""
+"""A Ray cluster that `everlift up` starts listens on loopback only and requires its token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.conftest import listening_ports
 
 UP = ["up", "--model", "fake", "--workers", "1", "--set", "router.port=0"]
 UP += ["--set", "router.http_port=0", "--set", "router.drain=0.2"]
-#: With these a job is given to Ray, and looked for.
+#: gRPC methods by which a client of Ray submits a job and finds it.
 KEYS, JOBS = (
     "/ray.rpc.InternalKVGcsService/InternalKVKeys",
     "/ray.rpc.JobInfoGcsService/GetAllJobInfo",

@@ -1,10 +1,13 @@
-"""The README's commands have the outputs that the README shows."""
+"""Commands and examples of READMEs, and the outputs that they show."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import re
 import shlex
+import shutil
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
@@ -20,7 +23,7 @@ from cluster.local.processes import ProcessCluster
 from everlift import AsyncClient
 from router.config import RouterConfig
 from tests.conftest import leaving_nothing
-from tests.support.router.other_clients import program
+from tests.support.router.other_clients import program as client_program
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ROOT = Path(__file__).parents[2]
@@ -29,7 +32,7 @@ README = (ROOT / "README.md").read_text()
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> None:
-    """The cluster of the module starts processes when they are needed; its end is checked."""
+    """Override the check after each test: the cluster starts processes on demand, until its end."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -57,9 +60,11 @@ async def serving(model: str, directory: Path) -> AsyncIterator[dict[str, str]]:
             }
 
 
-async def output(environment: dict[str, str], *arguments: str, python: str = sys.executable) -> str:
+async def output(
+    environment: dict[str, str], *arguments: str, program: str = sys.executable
+) -> str:
     process = await asyncio.create_subprocess_exec(
-        python, *arguments, env=environment, stdout=PIPE, stderr=PIPE
+        program, *arguments, env=environment, stdout=PIPE, stderr=PIPE
     )
     out, err = await process.communicate()
     assert process.returncode == 0, err.decode()
@@ -72,6 +77,15 @@ async def test_readme_generate_command_prints_shown_answer(smollm2: dict[str, st
     command, answer = shown.groups()
     printed = await output(smollm2, "-m", "cluster.cli", *shlex.split(command))
     assert printed.rstrip("\n") == answer
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+async def test_readme_curl_command_answers(smollm2: dict[str, str]) -> None:
+    command = re.search(r"^    (curl .*\\\n.*)$", README, re.MULTILINE)
+    assert command is not None
+    line = command[1].replace("127.0.0.1:8000", smollm2["HTTP_ADDRESS"])
+    answer = json.loads(await output({"PATH": os.environ["PATH"]}, "-c", line, program="bash"))
+    assert answer["choices"][0]["message"]["content"] == "The capital of France is Paris."
 
 
 async def test_readme_python_example_runs(smollm2: dict[str, str]) -> None:
@@ -90,7 +104,7 @@ async def test_kserve_readme_triton_example_runs(tmp_path: Path) -> None:
     assert example is not None
     async with serving(str(DEMO_MODEL), tmp_path) as environment:
         script = example[1].replace("127.0.0.1:50051", environment["ADDRESS"])
-        printed = await output({}, "-c", script, python=program("python"))
+        printed = await output({}, "-c", script, program=client_program("python"))
     answer = " 17 18 19 20 21 22 23 24 25 26 27 28 29 30"
     assert printed == f"{answer}\n{answer}"
 
@@ -101,7 +115,7 @@ async def test_readme_openai_example_runs(smollm2: dict[str, str]) -> None:
     assert example is not None
     body = example[1].replace("127.0.0.1:8000", smollm2["HTTP_ADDRESS"])
     environment = {name: value for name, value in smollm2.items() if name != "PYTHONPATH"}
-    printed = await output(environment, "-c", body, python=program("python"))
+    printed = await output(environment, "-c", body, program=client_program("python"))
     assert printed == "The capital of France is Paris."
 
 

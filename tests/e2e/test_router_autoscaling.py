@@ -1,4 +1,4 @@
-"""Routers that follow the requests, under Ray."""
+"""Autoscaling of routers by the number of requests, under Ray."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from cluster.ray.ray_cluster import RayCluster
 from everlift.client.client import AsyncClient
 from router.config import RouterConfig
 from tests.conftest import leaving_nothing
-from tests.support.router import patient
+from tests.support.router import retrying
 from worker.config import FakeModel, WorkerConfig
 from worker.runner.fake_runner import expected_tokens
 
-# Ray and Serve warn of this and that of their own.
+# Ray and Serve emit warnings of their own.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 MODEL = FakeModel(step_time=0.05)
 ROUTER_RESOURCE = "everlift_router"
-_PATIENCE_S = 120.0
+_TIMEOUT_S = 120.0
 
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> None:
-    """Ray starts and ends processes as it likes; the end of all is checked."""
+    """Override the check after each test: it runs at the end of Ray, which starts processes."""
 
 
 def config(state_dir: Path, address: str) -> Config:
@@ -39,7 +39,7 @@ def config(state_dir: Path, address: str) -> Config:
         state_dir=state_dir,
         ray_address=address,
         router_resource=ROUTER_RESOURCE,
-        # Both are on this machine.
+        # Both routers are on this machine, so their ports must differ.
         router=RouterConfig(port=0, http_port=0),
         worker=WorkerConfig(max_num_seqs=16, num_blocks=512, num_threads=1, fake=MODEL),
         autoscale=AutoscaleConfig(max_routers=2, requests_per_router=4.0, down_delay=3.0),
@@ -55,7 +55,7 @@ def num_routers() -> int:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(_PATIENCE_S):
+    async with asyncio.timeout(_TIMEOUT_S):
         while not await asyncio.to_thread(condition):
             await asyncio.sleep(0.2)
 
@@ -78,14 +78,14 @@ async def test_router_autoscaler_adds_and_removes_router_with_load(tmp_path: Pat
         try:
             async with RayCluster(config(tmp_path, nodes.address)) as cluster:
                 assert num_routers() == 1
-                async with patient.client(cluster.addresses) as client:
+                async with retrying.client(cluster.addresses) as client:
                     crowd = asyncio.gather(*(ask(client, seed) for seed in range(12)))
                     await until(lambda: num_routers() == 2)
                     await crowd
                 await until(lambda: num_routers() == 1)
-                # Either of them may have gone.
+                # Either router may have been removed.
                 await cluster._find_router()
-                async with patient.client(cluster.addresses) as client:
+                async with retrying.client(cluster.addresses) as client:
                     await ask(client, 99)
         finally:
             nodes.shutdown()

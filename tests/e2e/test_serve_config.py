@@ -1,4 +1,4 @@
-"""Another configuration through Serve's REST API, as KubeRay sends it: which actors it keeps."""
+"""Actors that survive a new configuration through Serve's REST API, as KubeRay sends it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from router.ledger.embedded.embedded import EmbeddedLedger
 from router.ledger.redis.redis_ledger import connect
 from tests.conftest import leaving_nothing
 from tests.support.free_port import free_port
-from tests.support.router import patient
+from tests.support.router import retrying
 from tests.support.serve_api import call
 
-# Ray and Serve warn of this and that of their own.
+# Ray and Serve emit warnings of their own.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 FIRST = [
@@ -30,12 +30,12 @@ FIRST = [
     *("worker.num_threads=1", "worker.num_blocks=64"),
     *("autoscale.min_workers=1", "autoscale.max_workers=2", "log_level=warning"),
 ]
-_PATIENCE_S = 120.0
+_TIMEOUT_S = 120.0
 
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> None:
-    """Ray starts and ends processes as it likes; the end of all is checked."""
+    """Override the check after each test: it runs at the end of Ray, which starts processes."""
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture
 def api(ledger: str) -> Iterator[str]:
-    """The address of Serve's REST API, of a Ray with two nodes."""
+    """URL of Serve's REST API of a Ray cluster with two nodes."""
     local_ray.prepare()
     import ray
     from ray import serve
@@ -69,10 +69,10 @@ def api(ledger: str) -> Iterator[str]:
 
 
 async def deploy(api: str, config: Config, routers: int) -> None:
-    """Return when the application runs with so many routers."""
+    """Deploy a configuration, and wait until the application runs with ``routers`` routers."""
     body = yaml.safe_load(serve_yaml(config))
     [application] = body["applications"]
-    # On loopback alone.
+    # Listen on loopback only.
     hook = {"worker_process_setup_hook": "cluster.ray.local_ray.bind_replicas"}
     application["runtime_env"] = hook
     await asyncio.to_thread(call, api, body)
@@ -87,13 +87,13 @@ async def deploy(api: str, config: Config, routers: int) -> None:
 
 
 async def until(is_so: Callable[[], Any]) -> None:
-    async with asyncio.timeout(_PATIENCE_S):
+    async with asyncio.timeout(_TIMEOUT_S):
         while not await is_so():
             await asyncio.sleep(0.2)
 
 
 def actors(deployment: str) -> set[str]:
-    """Ids of the living actors of a deployment; of workers, those of its ranks too."""
+    """Return the ids of the living actors of a deployment, for workers including their ranks."""
     from ray._private import state
 
     kinds = {"router": ("#router#",), "worker": ("#worker#",)}[deployment]
@@ -130,7 +130,7 @@ async def test_serve_config_update_applies_without_restart(
     await has_policy()
     await has_bounds(ledger)
     assert {("router", "policy"), ("worker.rank-0", "log level set")} <= events(tmp_path)
-    # The counterpart: another setting of the worker is another worker.
+    # The opposite case: another setting of the worker requires another worker.
     await deploy(api, load(None, {}, [*assignments, *changed, "worker.max_num_seqs=7"]), routers=2)
     assert not before & actors("worker")
 
@@ -147,19 +147,19 @@ def events(state_dir: Path) -> set[tuple[str, str]]:
 
 
 async def has_policy() -> None:
-    async with patient.client(await address()) as client:
+    async with retrying.client(await address()) as client:
         policy = await client.set_policy()
     assert (policy.order, policy.max_queued, list(policy.overridden)) == ("shortest", 77, [])
 
 
 async def has_bounds(url: str) -> None:
-    """The autoscaler knows its new limit, and the leader tells it the new target.
+    """Wait until the ledger has the autoscaler's new limit and the leader's new target for it.
 
-    The leader knows its decisions as those of the cluster that the router is part of.
+    The leader's load must also have the autoscaler's number of wanted workers.
     """
     connection = await connect(LedgerConfig(url=url))
 
-    async def is_told() -> bool:
+    async def is_updated() -> bool:
         scaling, load = await connection.scaling(), await connection.load()
         return (
             load is not None
@@ -169,6 +169,6 @@ async def has_bounds(url: str) -> None:
         )
 
     try:
-        await until(is_told)
+        await until(is_updated)
     finally:
         await connection.close()

@@ -1,4 +1,4 @@
-"""Real processes and SIGKILL: what clients hold is complete, right, and each token came once."""
+"""Clients of real processes receive each token exactly once despite SIGKILL."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from everlift.messages import OnDisconnect
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from router.config import RouterConfig
-from tests.support.router import patient
+from router.ledger.embedded.embedded import running_url
+from tests.support.ledger.ledgers import written
+from tests.support.router import retrying
 from worker.config import FakeModel, WorkerConfig
 from worker.runner.fake_runner import expected_tokens
 
@@ -49,14 +51,15 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 
 class Wire:
-    """Stream as it arrives over the wire, with nothing dropped."""
+    """Stream as it arrives over gRPC: repeated tokens are not dropped."""
 
-    def __init__(self, prompt: list[int], request_id: str) -> None:
+    def __init__(self, prompt: list[int], request_id: str, count: int = COUNT) -> None:
         self.prompt = prompt
+        self.count = count
         self.request = pb.GenerateRequest(
             request_id=request_id,
             tokens=pb.TokenIds(ids=prompt),
-            max_tokens=COUNT,
+            max_tokens=count,
             sampling=pb.Sampling(temperature=0.0),
         )
         self.tokens: list[int] = []
@@ -70,8 +73,8 @@ class Wire:
             self.attempts = piece.timing.attempts
 
     def check(self) -> None:
-        assert self.offsets == list(range(COUNT))
-        assert self.tokens == expected_tokens(self.prompt, COUNT, FAKE)
+        assert self.offsets == list(range(self.count))
+        assert self.tokens == expected_tokens(self.prompt, self.count, FAKE)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +83,8 @@ class Wire:
 async def test_killed_worker_loses_and_repeats_no_token(
     cluster: ProcessCluster, tokens_before: int
 ) -> None:
-    streams = [Wire(p, f"r{n}") for n, p in enumerate(prompts(24, tokens_before))]
+    # The streams run for 5 s, which is longer than stalls of this process before the kill.
+    streams = [Wire(p, f"r{n}", 600) for n, p in enumerate(prompts(24, tokens_before))]
     async with grpc.aio.insecure_channel(cluster.address) as channel:
         stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
         work = [asyncio.create_task(stream.read(stub)) for stream in streams]
@@ -103,7 +107,7 @@ async def until_one_has(streams: list[Wire], tokens: int) -> None:
 @pytest.mark.long
 async def test_workers_killed_in_turn_lose_no_token(cluster: ProcessCluster) -> None:
     asked = prompts(12)
-    async with patient.client(cluster.address) as client:
+    async with retrying.client(cluster.address) as client:
         work = [asyncio.create_task(received(client, p)) for p in asked]
         for index in (0, 1):
             await asyncio.sleep(0.2)
@@ -119,7 +123,7 @@ async def received(client: AsyncClient, prompt: list[int]) -> list[int]:
 
 @pytest.mark.long
 async def test_restarted_router_resumes_running_and_queued_requests(tmp_path: Path) -> None:
-    """More requests than slots: some run, some wait, when the router is killed."""
+    """Some requests run and others are queued when the router is killed."""
     small = WorkerConfig(model="fake", num_blocks=512, max_num_seqs=4, fake=FAKE)
     async with ProcessCluster(
         Config(
@@ -131,7 +135,7 @@ async def test_restarted_router_resumes_running_and_queued_requests(tmp_path: Pa
         )
     ) as cluster:
         asked = prompts(24)
-        async with patient.client(cluster.address) as client:
+        async with retrying.client(cluster.address) as client:
             work = [asyncio.create_task(received(client, p)) for p in asked]
             await until_status(client, lambda status: status.queued >= 4 and status.running >= 4)
             await cluster.kill_router(0)
@@ -152,7 +156,7 @@ async def test_client_reattaches_by_id_and_offset(cluster: ProcessCluster) -> No
         with pytest.raises(grpc.aio.AioRpcError):
             await work
     await cluster.restart_router(0)
-    async with patient.client(cluster.address) as client:
+    async with retrying.client(cluster.address) as client:
         rest = client.attach("mine", len(stream.tokens))
         tokens = [token async for chunk in rest for token in chunk.token_ids]
     assert stream.tokens + tokens == expected_tokens(prompt, COUNT, FAKE)
@@ -160,7 +164,7 @@ async def test_client_reattaches_by_id_and_offset(cluster: ProcessCluster) -> No
 
 @pytest.mark.long
 async def test_killed_ledger_server_is_restarted_and_reasserted(cluster: ProcessCluster) -> None:
-    """The restarted ledger gets back what it lost of its last second; streams continue."""
+    """Routers re-send the restarted ledger the state of its lost last second; streams continue."""
     streams = [Wire(p, f"r{n}") for n, p in enumerate(prompts(12))]
     async with grpc.aio.insecure_channel(cluster.address) as channel:
         stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
@@ -178,11 +182,12 @@ async def test_killed_ledger_server_is_restarted_and_reasserted(cluster: Process
 
 
 async def test_killed_cluster_resumes_requests_after_restart(tmp_path: Path) -> None:
-    """The embedded ledger is on disk: finished requests are known, unfinished ones go on."""
+    """The embedded ledger on disk has the finished requests, and unfinished ones resume."""
     asked = prompts(6)
-    slow = config(tmp_path, FakeModel(step_time=0.02))
+    # The requests run for 9 s, so that they outlast the steps and stalls of the test.
+    slow = config(tmp_path, FakeModel(step_time=0.06))
     async with ProcessCluster(slow) as cluster:
-        async with patient.client(cluster.address) as client:
+        async with retrying.client(cluster.address) as client:
             finished = client.generate(asked[0], max_tokens=5, temperature=0, request_id="done")
             before = [token async for chunk in finished for token in chunk.token_ids]
             for number, prompt in enumerate(asked):
@@ -194,13 +199,14 @@ async def test_killed_cluster_resumes_requests_after_restart(tmp_path: Path) -> 
                     on_disconnect=OnDisconnect.CONTINUE,
                 )
                 await anext(stream)
-            # The embedded ledger's durability is everysec: what is older is on disk.
-            await asyncio.sleep(1.5)
-            assert (await client.status()).running == len(asked)
+            url = running_url(tmp_path)
+            assert url is not None
+            await written(url)
+            await until_status(client, lambda status: status.running == len(asked))
             await kill_all(cluster)
     async with (
         ProcessCluster(slow) as cluster,
-        patient.client(cluster.address) as client,
+        retrying.client(cluster.address) as client,
     ):
         stream = client.attach("done")
         assert [token async for chunk in stream for token in chunk.token_ids] == before

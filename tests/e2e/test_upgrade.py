@@ -1,5 +1,8 @@
-"""An upgrade under load, as KubeRay does it: a second Ray cluster on the same ledger, the switch
-when its application runs, the end of the first one."""
+"""Upgrades under load, as KubeRay performs them.
+
+A second Ray cluster uses the same ledger. Clients are switched to it when its application runs, and
+the first cluster then ends.
+"""
 
 from __future__ import annotations
 
@@ -24,33 +27,33 @@ from router.ledger.embedded.embedded import EmbeddedLedger
 from tests.conftest import leaving_nothing
 from tests.support.chart import Object, running_helm
 from tests.support.free_port import free_port
-from tests.support.router import patient
+from tests.support.router import retrying
 from tests.support.serve_api import call
 from worker.config import FakeModel
 from worker.runner.fake_runner import expected_tokens
 
-# Ray and Serve warn of this and that of their own.
+# Ray and Serve emit warnings of their own.
 pytestmark = [
     pytest.mark.long,
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.timeout(900),
 ]
 
-#: Paced: two workers make 160 tokens a second.
+#: Two workers generate 160 tokens per second.
 MODEL = FakeModel(step_time=0.05)
 SEQUENCES, WORKERS = 4, 2
 SATURATION = WORKERS * SEQUENCES / MODEL.step_time
 TOKENS = 40
 LOAD = 0.7
 WINDOW_S = 10.0
-#: Of the routers' readiness probe (helm/templates/_containers.tpl).
+#: Settings of the routers' readiness probe (helm/templates/_containers.tpl).
 PROBE_PERIOD_S, FAILURE_THRESHOLD = 2.0, 2
-_PATIENCE_S = 300.0
+_TIMEOUT_S = 300.0
 
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> None:
-    """Ray starts and ends processes as it likes; the end of all is checked."""
+    """Override the check after each test: it runs at the end of Ray, which starts processes."""
 
 
 def values(model: str = "fake", **worker: object) -> Object:
@@ -58,7 +61,7 @@ def values(model: str = "fake", **worker: object) -> Object:
     return {
         "model": {"name": model},
         "routers": {"replicas": 1},
-        # What serves when the upgrade begins is more than the least.
+        # When the upgrade begins, more workers than the minimum are running.
         "workers": {"device": "cpu", "min": 1, "max": 4},
         "config": {
             "worker": {**settings, "fake": {"step_time": MODEL.step_time}, **worker},
@@ -69,8 +72,10 @@ def values(model: str = "fake", **worker: object) -> Object:
 
 @pytest.fixture(scope="module")
 def versions() -> list[Object]:
-    """Applications of Serve as Helm renders them: the first version, the same model with another
-    setting, and the demo model."""
+    """Serve applications as Helm renders them.
+
+    They are the first version, the same model with another setting, and the demo model.
+    """
     changes: list[Object] = [{}, {"watermark": 0.02}, {"model": ""}]
     with running_helm() as helm:
         return [helm.render(values(**more)).application for more in changes]
@@ -86,7 +91,7 @@ def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 class RayCluster:
-    """A Ray cluster with Serve's REST API, and the application that it is told to run."""
+    """Ray cluster with Serve's REST API, and the application for it."""
 
     def __init__(self, application: Object, state_dir: Path) -> None:
         from ray.cluster_utils import Cluster
@@ -105,7 +110,7 @@ class RayCluster:
         self.address = f"127.0.0.1:{port}"
         self.probe = f"http://127.0.0.1:{metrics_port}/ready"
         arguments = deepcopy(application["args"])
-        # On this machine, where its ports may be taken, and nowhere beyond it.
+        # Listen on loopback only, at free ports.
         arguments["router"] |= {
             "host": "127.0.0.1",
             "port": port,
@@ -124,10 +129,10 @@ class RayCluster:
         return f"http://127.0.0.1:{self._api_port}/api/serve/applications/"
 
     async def deploy(self) -> None:
-        """Return when the application runs."""
+        """Deploy the application, and wait until it runs."""
         body = {"proxy_location": "Disabled", "applications": [self._application]}
         await asyncio.to_thread(call, self._api, body)
-        async with asyncio.timeout(_PATIENCE_S):
+        async with asyncio.timeout(_TIMEOUT_S):
             while (found := await self._status())["status"] != "RUNNING":
                 assert found["status"] != "DEPLOY_FAILED", found
                 await asyncio.sleep(0.5)
@@ -137,7 +142,7 @@ class RayCluster:
         return status["applications"]["everlift"]
 
     async def replicas(self, deployment: str) -> int:
-        """Running replicas."""
+        """Return the number of running replicas of a deployment."""
         found = (await self._status())["deployments"][deployment]["replicas"]
         return sum(replica["state"] == "RUNNING" for replica in found)
 
@@ -160,8 +165,7 @@ def ray_clusters() -> Iterator[ExitStack]:
 
 
 class Service:
-    """Address at which clients reach a router that is ready, as the chart's Service and probes
-    have it: each connection leads to one of them."""
+    """Proxy that connects each client to a random ready router, like the chart's Service."""
 
     def __init__(self, clusters: list[RayCluster]) -> None:
         self._clusters = clusters
@@ -203,7 +207,7 @@ class Service:
             finally:
                 forth.close()
         except (OSError, IndexError):
-            # None is ready, or it is gone.
+            # No router is ready, or the chosen one has ended.
             pass
         finally:
             writer.close()
@@ -226,11 +230,11 @@ def _answers(url: str) -> bool:
 
 
 class Load:
-    """Requests at constant intervals, and what came of them."""
+    """Requests at constant intervals, and their results."""
 
     def __init__(self, addresses: list[str], model: str = "fake") -> None:
         self.addresses = addresses
-        #: that clients ask for
+        #: model that clients request
         self.model = model
         self.failures: list[str] = []
         self.delivered: Counter[int] = Counter()
@@ -259,7 +263,7 @@ class Load:
         prompt = [seed % 256, seed // 256, *range(14)]
         tokens: list[int] = []
         try:
-            async with patient.client(addresses) as client:
+            async with retrying.client(addresses) as client:
                 stream = client.generate(
                     prompt, max_tokens=TOKENS, temperature=0.0, model=model, ignore_eos=True
                 )
@@ -277,20 +281,20 @@ class Load:
 
 
 async def total_workers(address: str) -> int:
-    async with patient.client(address) as client:
+    async with retrying.client(address) as client:
         return sum(worker.alive for worker in (await client.status()).workers)
 
 
 async def is_steady(address: str) -> bool:
-    """The autoscaler has added what the load needs, and the queue of before is worked off."""
-    async with patient.client(address) as client:
+    """Return whether there are enough workers for the load, and the queue is empty."""
+    async with retrying.client(address) as client:
         status = await client.status()
     return sum(worker.alive for worker in status.workers) >= WORKERS and not status.queued
 
 
 async def served_model(address: str) -> str:
     """Return the name of the model that a new connection leads to."""
-    async with patient.client(address) as client:
+    async with retrying.client(address) as client:
         return (await client.models()).models[0].name
 
 
@@ -301,20 +305,20 @@ async def test_upgrade_fails_no_request_and_keeps_throughput(
     with ray_clusters() as stack:
         old = RayCluster(old_version, tmp_path / "old")
         stack.callback(old.close)
-        # Its nodes are there already: their start takes the processors of this one machine.
+        # The nodes start before the load, because their start takes CPU time of this machine.
         new = RayCluster(new_version, tmp_path / "new")
         stack.callback(new.close)
         await old.deploy()
         load = Load([old.address])
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(_TIMEOUT_S):
                 while not await is_steady(old.address):
                     await asyncio.sleep(0.5)
             first = load.window + 1
             await asyncio.sleep((first + 2) * WINDOW_S - (time.monotonic() - load._began))
             serving = await total_workers(old.address)
             await new.deploy()
-            # It runs, so KubeRay sends clients there: it can do what the old one does.
+            # KubeRay now switches clients to the new cluster, which must have the same capacity.
             assert await new.replicas("worker") >= serving
             load.addresses = [new.address, old.address]
             await asyncio.sleep(WINDOW_S)
@@ -345,28 +349,28 @@ async def test_upgrade_sends_no_request_to_unknown_model(
         await old.deploy()
         service = Service([old, new])
         address = await service.start()
-        async with asyncio.timeout(_PATIENCE_S):
+        async with asyncio.timeout(_TIMEOUT_S):
             while service.ready != [old.address]:
                 await asyncio.sleep(0.1)
         load = Load([address])
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(_TIMEOUT_S):
                 while not await is_steady(old.address):
                     await asyncio.sleep(0.5)
             serving = await total_workers(old.address)
             deploying = asyncio.create_task(new.deploy())
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(_TIMEOUT_S):
                 while new.address not in service.ready:
-                    # Clients reach one model while the other one's workers start.
+                    # Clients reach only the old model while the new one's workers start.
                     assert service.ready == [old.address]
                     await asyncio.sleep(0.05)
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(_TIMEOUT_S):
                 while (name := await served_model(address)) == "fake":
                     await asyncio.sleep(0.1)
             load.model = name
             await deploying
             assert await new.replicas("worker") >= serving
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(_TIMEOUT_S):
                 while service.ready != [new.address]:
                     await asyncio.sleep(0.1)
             await asyncio.sleep(WINDOW_S)

@@ -1,10 +1,10 @@
-"""So many cases of every target, each in a process of its own that may crash or hang.
+"""Fuzzing campaign: cases of all targets, in batches whose processes may crash or hang.
 
-    python -m tests.fuzz TARGET SEED FIRST COUNT PLACE    cases FIRST.. of that seed
-    python -m tests.fuzz TARGET FILE                      that one again
+    python -m tests.fuzz TARGET SEED FIRST COUNT PLACE    COUNT cases of the seed, from FIRST
+    python -m tests.fuzz TARGET FILE                      the case in FILE
 
-Before each case its number goes into PLACE, a file in memory, so that it is known in the end
-whatever has become of the process. Cases depend on target, seed and number alone.
+The number of each case is written to PLACE, a memory-mapped file, before the case runs, so that it
+is known even after a crash. A case depends only on target, seed and number.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from pathlib import Path
 from tests.fuzz import targets
 from tests.fuzz.target import CASE_S, Target, opened
 
-#: Of a case, by the clock on the wall: its process shares the machine, and starts in the first one.
-_PATIENCE_S = 60 * CASE_S
+#: Limit of a case in wall-clock time. The process shares the machine, and starts in its first case.
+_TIMEOUT_S = 60 * CASE_S
 _LOOK_S = 0.05
-#: What the cases of a process may add to its memory, one after the other and in one of them.
+#: Limits of the memory growth over all cases of a process, and of the address space of one case.
 _MAX_GROWTH = 512 << 20
 _ADDRESS_SPACE = 4 << 30
 _PLACE = struct.Struct("<q")
-#: Cases of one process: when it ends everybody may have the processor that it had.
+#: Cases of one process, after which its processor is free for any other batch.
 _BATCH = 50_000
-#: Cases before memory is looked at: parsers keep what they have compiled.
+#: Cases before memory is measured: parsers keep compiled data.
 _WARM = 500
 
 
 @dataclass(frozen=True)
 class Failure:
-    """``file`` has the case, ``said`` what its process wrote about it."""
+    """Failed case: ``file`` contains it, ``said`` is the output of its process."""
 
     target: str
     number: int
@@ -64,7 +64,7 @@ class _Batch:
 
 
 class Campaign:
-    """Cases by ``seed``; what fails is kept in ``directory``."""
+    """Campaign with the cases of ``seed``; failed ones are stored in ``directory``."""
 
     def __init__(self, seed: int, directory: Path, num_processes: int) -> None:
         self._seed = seed
@@ -74,7 +74,7 @@ class Campaign:
         self.seconds: dict[str, float] = {}
 
     def run(self, shares: dict[str, int]) -> None:
-        """So many of each target, by name. A target ends with its first failure."""
+        """Run the given number of cases of each target; a target ends with its first failure."""
         self._directory.mkdir(parents=True, exist_ok=True)
         waiting = deque(
             _Batch(targets.by_name(name), first, min(_BATCH, count - first))
@@ -123,7 +123,7 @@ class Campaign:
         if at != batch.at:
             batch.at, batch.moved_at = at, moment
         if (code := batch.process.poll()) is None:
-            if moment - batch.moved_at <= _PATIENCE_S:
+            if moment - batch.moved_at <= _TIMEOUT_S:
                 return False
             _end(batch)
             code = -1

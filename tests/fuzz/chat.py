@@ -1,4 +1,4 @@
-"""Chats, what models write, tokens, forms of outputs, and the file of keys."""
+"""Fuzzing of chats, model outputs, detokenization, grammars, and the file of API keys."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from worker.grammar.json_schema import NotEnforceable, lark_of_schema, parse_sch
 _DEMO_MODEL = Path(__file__).resolve().parents[2] / "cluster" / "demo_model"
 
 
-# chats, by each of the templates
+# chats, with each of the templates
 
 
 _MODEL = ServedModel.load("fake")
@@ -59,7 +59,7 @@ def _chats() -> Iterator[Run]:
             runs(each.close())
 
 
-# outputs: the first byte says how they are read, the second where they are cut
+# model outputs: the first byte selects the parser, the second the place where the text is split
 
 _CALLED = {"type": "function", "function": {"name": "weather"}}
 _READINGS = (
@@ -75,7 +75,7 @@ def _written(data: bytes) -> None:
     text = data[2:].decode(errors="replace")
     use = ToolUse.of([*chat_support.TOOLS, *TOOLS], choice, is_parallel)
     whole, parts = use.parser(form, "r", 0), use.parser(form, "r", 0)
-    if chat_support.told(whole, [text]) != chat_support.told(parts, [text[:cut], text[cut:]]):
+    if chat_support.parsed(whole, [text]) != chat_support.parsed(parts, [text[:cut], text[cut:]]):
         raise Finding("a cut makes a difference")
 
 
@@ -117,7 +117,7 @@ _MARKS = tuple(
 )
 
 
-# tokens: two bytes each, behind the first stop string
+# tokens: the first stop string, a line feed, two bytes for each token
 
 _STOP = "."
 
@@ -132,13 +132,13 @@ def _detokenized(tokenizer: Tokenizer, vocab_size: int, data: bytes) -> None:
     stop = head.decode(errors="replace")[:64] or _STOP
     stops = Stops((stop, stop[::-1]), frozenset(ids[:1]), len(head) % 4)
     stopping = TextState(tokenizer, stops)
-    told = "".join(map(stopping.push, _until_its_end(ids, stops))) + stopping.finish()
-    if stopping.stopped and len(told) > len(text):
+    delivered = "".join(map(stopping.push, _until_its_end(ids, stops))) + stopping.finish()
+    if stopping.stopped and len(delivered) > len(text):
         raise Finding("a stopped text is longer than the whole")
 
 
 def _until_its_end(ids: list[int], stops: Stops) -> list[int]:
-    """Behind a stop token nothing comes."""
+    """Return the ids up to and including the first stop token after ``min_tokens``."""
     may_end = enumerate(ids[stops.min_tokens :], stops.min_tokens + 1)
     return ids[: next((end for end, each in may_end if each in stops.token_ids), len(ids))]
 
@@ -152,7 +152,7 @@ def _tokens() -> Iterator[Run]:
     yield lambda data: _detokenized(*tokenizers[len(data) % 2], data)
 
 
-# forms of outputs
+# grammars
 
 _SCHEMAS: tuple[Any, ...] = (
     {
@@ -178,7 +178,7 @@ def _schema(data: bytes) -> None:
 
 @contextmanager
 def _processes() -> Iterator[Run]:
-    # It loads torch, which the other targets do without.
+    # This module loads torch, which the other targets do not need.
     from tests.support.worker.grammar_support import grammar_service
 
     with grammar_service(compile_timeout=5.0) as service:
@@ -199,7 +199,7 @@ def _processes() -> Iterator[Run]:
         yield compile_
 
 
-# keys
+# API keys
 
 _ACCESS = b"""\
 keys:

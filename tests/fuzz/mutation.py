@@ -1,4 +1,4 @@
-"""Bytes that are nearly what a client sends: seeds whose bits, parts or fields are changed."""
+"""Mutation of valid client inputs (seeds): changes of their bits, parts or fields."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ JSON_VALUES: tuple[Any, ...] = (
 
 
 def case(rng: Random, seeds: Sequence[bytes], reshape: Any) -> bytes:
-    """Every tenth is noise, the others are a seed changed as bytes, as what it is, or as both."""
+    """Return random bytes (one in ten), or a seed changed as bytes, by ``reshape``, or by both."""
     kind = rng.randrange(10)
     if kind == 0:
         return rng.randbytes(rng.randrange(64))
@@ -66,7 +66,7 @@ def case(rng: Random, seeds: Sequence[bytes], reshape: Any) -> bytes:
 
 
 def torn(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
-    """A few changes to the bytes."""
+    """Return the data with one to three random changes to its bytes."""
     buffer = bytearray(data)
     for _ in range(1 + rng.randrange(3)):
         rng.choice(_TEARS)(rng, buffer, seeds)
@@ -120,7 +120,7 @@ _TEARS: tuple[Callable[[Random, bytearray, Sequence[bytes]], None], ...] = (
 
 
 def json_reshaped(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
-    """Values and keys of it put elsewhere, away, or for odd ones."""
+    """Return JSON with some values and keys removed, repeated, nested, renamed or replaced."""
     try:
         tree = json.loads(data)
         other = json.loads(rng.choice(seeds))
@@ -155,7 +155,7 @@ def _changed(rng: Random, tree: Any, other: Any) -> Any:
 
 
 def _places(tree: Any) -> list[tuple[Any, Any]]:
-    """Every value, as its parent and its place there."""
+    """Return each value of the tree as a pair of its parent and its key there."""
     found: list[tuple[Any, Any]] = []
     open_ = [tree] if isinstance(tree, dict | list) else []
     while open_ and len(found) < 500:
@@ -170,7 +170,7 @@ def _places(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def message_reshaped(rng: Random, message: Message, data: bytes) -> bytes:
-    """Fields of ``data``, which is a ``message``, set, repeated or cleared."""
+    """Return a serialised ``message`` with some fields set, extended or cleared."""
     try:
         message.MergeFromString(data)
     except DecodeError:

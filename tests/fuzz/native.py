@@ -1,4 +1,4 @@
-"""gRPC: what comes before a call, frames, and the messages of every method."""
+"""Fuzzing of gRPC: headers, message framing, HTTP/2 frames, and messages of every method."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ _INFER_IDS = kserve.ModelInferRequest(
 )
 _INFER_IDS.inputs[0].contents.int64_contents.extend((1, 2, 3))
 
-#: By path, messages that clients send there.
+#: Messages of clients, by path of the method.
 CALLS: dict[str, tuple[Message, ...]] = {
     f"{INFERENCE}Generate": (_FULL, _TOKENS, pb.GenerateRequest(text="a")),
     f"{INFERENCE}GenerateMany": (pb.GenerateManyRequest(requests=[_FULL, _TOKENS]),),
@@ -140,7 +140,7 @@ CALLS: dict[str, tuple[Message, ...]] = {
 }
 
 
-# heads: a field a line
+# headers: one field per line
 
 
 def _head(data: bytes) -> None:
@@ -177,17 +177,19 @@ _ODD_FIELDS = (
 )
 
 
-# framing: the first byte says which encoding, the second where what comes is cut
+# framing: the first byte selects the encoding, the second the place where the data is split
 
 
 def _framing(data: bytes) -> None:
     encoding = ENCODINGS[data[0] % len(ENCODINGS)] if data else "identity"
     cut = data[1] if len(data) > 1 else 0
     parts = (data[2 : 2 + cut], data[2 + cut :])
-    assert _told(parts, encoding) == _told((data[2:],), encoding), "a cut makes a difference"
+    assert _read_messages(parts, encoding) == _read_messages((data[2:],), encoding), (
+        "a cut makes a difference"
+    )
 
 
-def _told(parts: Iterable[bytes], encoding: str) -> tuple[list[bytes], str]:
+def _read_messages(parts: Iterable[bytes], encoding: str) -> tuple[list[bytes], str]:
     reader, messages = MessageReader(4096, encoding), list[bytes]()
     try:
         for part in parts:
@@ -214,7 +216,7 @@ _FRAMED = (
 
 
 class _Context:
-    """A call whose client leaves when the first answer comes."""
+    """Context of a call whose client disconnects at the first answer."""
 
     def __init__(self, metadata: Sequence[tuple[str, str]]) -> None:
         self._metadata = metadata
@@ -239,7 +241,7 @@ class _Context:
 
 
 class _Left(grpc.aio.AbortError):
-    """Handlers let it through, as the end of a call that it is."""
+    """Disconnect of the client, which handlers do not catch because it ends a call."""
 
 
 class _Details(grpc.HandlerCallDetails):
@@ -310,26 +312,26 @@ def _calls(*prefixes: str) -> tuple[bytes, ...]:
     )
 
 
-# HTTP/2: what comes behind the preface
+# HTTP/2: the frames after the preface
 
 
 class Frames:
-    """A client's end of HTTP/2, to write seeds with."""
+    """Builder of the HTTP/2 frames of a client's connection."""
 
     def __init__(self) -> None:
         self._encoder = hpack.Encoder()
-        #: the stream of the call that was begun last
+        #: stream id of the latest call
         self.last = -1
         self.data = bytearray()
 
     def frame(self, kind: int, flags: int, stream: int, payload: bytes = b"") -> Frames:
-        """RFC 9113, section 4.1."""
+        """Append a frame (RFC 9113, section 4.1)."""
         self.data += struct.pack(">I", len(payload))[1:]
         self.data += struct.pack(">BBI", kind, flags, stream) + payload
         return self
 
     def head(self, path: str, **more: str) -> Frames:
-        """Return the headers of the next call; names in ``more`` have underscores for hyphens."""
+        """Append the headers of a new call; names in ``more`` have underscores for hyphens."""
         fields = {
             ":method": "POST",
             ":scheme": "http",
@@ -348,7 +350,7 @@ class Frames:
 
 
 def http2_seeds(without: str = "nothing") -> Iterator[bytes]:
-    """Two calls of each method, but for those whose paths begin so."""
+    """Yield two calls of each method whose path does not begin with ``without``."""
     settings = struct.pack(">HI", 4, 1 << 20) + struct.pack(">HI", 3, 100)
     for path, messages in CALLS.items():
         if path.startswith(without):
@@ -362,7 +364,7 @@ def http2_seeds(without: str = "nothing") -> Iterator[bytes]:
 
 
 def frames_reshaped(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
-    """Frames repeated, put elsewhere, taken away, with another head or other contents."""
+    """Return frames of which some are inserted, removed, repeated, shuffled or changed."""
     frames = list(_split(data))
     for _ in range(1 + rng.randrange(4)):
         at = rng.randrange(len(frames) + 1)

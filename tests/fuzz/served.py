@@ -1,7 +1,6 @@
-"""A gateway with all that its clients can reach, in one process and without sockets.
+"""Gateway with all interfaces for clients, in one process and without sockets.
 
-What it accepts is given to a worker, as far as that looks at it, and forgotten before the next
-case.
+Accepted requests are checked as a worker checks them, and erased before the next case.
 """
 
 from __future__ import annotations
@@ -68,16 +67,16 @@ from worker.engine.sequence import Sequence
 from worker.runner.fake_runner import FakeRunner
 
 _CONFIG = replace(CONFIG, max_queued=4096)
-#: Bodies and messages of a case are far smaller: those that say that they are larger are refused.
+#: Limit above which a declared length is rejected; bodies and messages of cases are far smaller.
 MAX_MESSAGE_BYTES = 1 << 16
 #: Limits of files, which are never deleted.
 _FILES_KEPT_S, _FILES_BYTES = 5.0, 1 << 20
-#: In which a call ends; half of them take a moment each.
+#: Limit of the rounds until a call ends, of which the second half take 50 ms each.
 _MOST_ROUNDS = 100
 
 
 class Served:
-    """``runs`` runs what is awaited in the one event loop of it all."""
+    """Gateway and its servers; ``runs`` runs an awaitable in their event loop."""
 
     def __init__(self, runs: Callable[[Awaitable[object]], Any], template: ChatTemplate) -> None:
         self.runs = runs
@@ -140,9 +139,9 @@ class Served:
 
     def _chaos(self) -> Chaos:
         config, here = replace(_CONFIG, chaos=True), "0123456789abcdef"
-        fleet, processes = cast("Any", SimpleNamespace(leader_id=here)), _Spared()
+        membership, processes = cast("Any", SimpleNamespace(leader_id=here)), _Spared()
         sessions = cast("Any", _OneWorker())
-        return Chaos(config, here, self.gateway.ledger, sessions, fleet, GRPC, processes)
+        return Chaos(config, here, self.gateway.ledger, sessions, membership, GRPC, processes)
 
     async def settle(self) -> None:
         """Run all accepted requests as a worker would, and erase them."""
@@ -185,7 +184,7 @@ class _NoWorkers:
 
 
 class _OfNothing:
-    """A status."""
+    """Source of an empty status."""
 
     http_address = ""
 
@@ -208,7 +207,7 @@ class _OneWorker:
 
 
 class _Spared:
-    """Processes that nothing happens to."""
+    """Processes on which faults have no effect."""
 
     def kill(self, pid: int) -> None:
         pass
@@ -222,7 +221,7 @@ def _check_seconds(seconds: float) -> None:
 
 
 class _Here:
-    """Renders in this process, which is a template's sandbox as long as cases are small."""
+    """Renderer in this process. Small cases need no separate process as a sandbox."""
 
     def __init__(self, process: RendererProcess) -> None:
         self._process = process
@@ -260,9 +259,9 @@ def served(text: str = chat_support.HERMES) -> Iterator[Served]:
 
 
 async def ended(work: Coroutine[Any, Any, None], server: Served) -> None:
-    """Run ``work`` until it has ended, or until no request is left that it could wait for.
+    """Run ``work`` to its end, together with the requests that it waits for.
 
-    Raises the errors of ``work``, and Finding.
+    Raises the errors of ``work``, and Finding if it does not end.
     """
     task = asyncio.create_task(work)
     for round_ in range(_MOST_ROUNDS):
@@ -270,14 +269,14 @@ async def ended(work: Coroutine[Any, Any, None], server: Served) -> None:
         if task.done():
             return task.result()
         await server.settle()
-        # Long texts are in the hands of a thread.
+        # Long texts are tokenized in a thread.
         await asyncio.sleep(0 if round_ < _MOST_ROUNDS / 2 else 0.05)
     task.cancel()
     raise Finding("a call waits for nothing")
 
 
 async def quiet() -> None:
-    """Until nothing but what waits for something outside is left to do, as far as one can see."""
+    """Let the event loop run until probably all tasks wait for external events."""
     for _ in range(6):
         await asyncio.sleep(0)
 
@@ -288,7 +287,7 @@ def check_refusal(error: EverliftError) -> None:
 
 
 class Transport(asyncio.Transport):
-    """A socket whose other end takes everything."""
+    """Transport of a socket whose peer reads everything at once."""
 
     def __init__(self) -> None:
         super().__init__()

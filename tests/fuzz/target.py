@@ -1,8 +1,8 @@
-"""Targets of fuzzing, and the permitted results.
+"""Fuzzing targets, and the permitted results.
 
-A target passes bytes to a parser in the way in which it is served. It may end with a value or with
-an EverliftError that names a cause. Findings are other exceptions, errors in the log, and cases
-that take more CPU time than the limit.
+A target passes bytes to a parser as the product does. It may end with a value or with an
+EverliftError that names a cause. Findings are other exceptions, errors in the log, and cases that
+take more CPU time than the limit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from random import Random
 from everlift.errors import EverliftError
 
 Run = Callable[[bytes], object]
-#: One of the seeds, changed, in the form that it has; the other seeds are to take parts from.
+#: Mutation of a seed that keeps its format; parts of the other seeds may be inserted.
 Reshape = Callable[[Random, bytes, Sequence[bytes]], bytes]
 
 #: CPU time of one case in seconds.
@@ -26,13 +26,16 @@ CASE_S = 2.0
 
 
 class Finding(AssertionError):
-    """A case that came out as none may."""
+    """Case with a result that is not permitted."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """``open`` has what the parser needs around it, for as many cases as one likes. ``weight`` says
-    how many of all cases are its own. ``refusals`` are what it may raise beside EverliftErrors."""
+    """Parser and its seeds.
+
+    ``open`` returns the context of the parser, for any number of cases. ``weight`` determines the
+    target's share of all cases. ``refusals`` are permitted exceptions besides EverliftErrors.
+    """
 
     name: str
     open: Callable[[], AbstractContextManager[Run]]
@@ -97,7 +100,7 @@ def _too_slow(*_: object) -> None:
 
 @contextmanager
 def event_loop() -> Iterator[Callable[[Awaitable[object]], object]]:
-    """Runs what is awaited; what nobody awaits and fails is an error in the log."""
+    """Yield a function that runs an awaitable; the failure of an unawaited task is logged."""
     with asyncio.Runner() as runner:
 
         async def wait(work: Awaitable[object]) -> object:

@@ -1,4 +1,4 @@
-"""All of them, and how many cases of a campaign are whose."""
+"""All fuzzing targets, and their shares of the cases of a campaign."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def shares(num_cases: int) -> dict[str, int]:
 
 
 def numbered(target: Target, seed: int, number: int) -> bytes:
-    """Case ``number`` of the campaign that this seed names: it depends on nothing else."""
+    """Return a case, which depends only on its target, seed and number."""
     return case(Random(f"{seed}/{target.name}/{number}"), target.seeds, target.reshape)

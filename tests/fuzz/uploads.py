@@ -1,4 +1,4 @@
-"""Uploads of files, and the lines of a batch in them."""
+"""Fuzzing of file uploads, and of the lines of uploaded batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP: requests as bytes, bodies as JSON, and what comes in headers."""
+"""Fuzzing of HTTP: whole requests, JSON bodies, and header values."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ MESSAGE = {
 }
 COUNTED = {name: MESSAGE[name] for name in ("model", "messages", "tools")}
 
-#: By path, bodies that clients send there.
+#: Bodies of clients' requests, by path.
 BODIES: dict[str, tuple[dict[str, Any], ...]] = {
     "/v1/completions": (
         COMPLETION,
@@ -291,7 +291,7 @@ _BODIES = tuple(
 )
 
 
-# what operators say: which message, a line feed, JSON
+# messages of operators: the name of the message, a line feed, JSON
 
 _MESSAGES: dict[str, tuple[type[Message], tuple[dict[str, Any], ...]]] = {
     "drain": (admin_pb2.DrainRequest, ({"worker_id": "ab12"},)),
@@ -321,7 +321,7 @@ def _operator(data: bytes) -> None:
     message_of(kind, body.parse(text)).SerializeToString()
 
 
-# whole requests, as they come
+# whole requests
 
 
 def request(path: str, content: bytes, more: str = "", method: str = "POST") -> bytes:
@@ -428,7 +428,7 @@ def _http() -> Iterator[Run]:
         yield lambda data: server.runs(_spoken(server, config, data))
 
 
-# what Prometheus and probes ask
+# requests of Prometheus and of probes
 
 
 async def _scraped(server: MetricsServer, data: bytes) -> None:
@@ -462,7 +462,7 @@ _SCRAPES = (
 )
 
 
-# headers and tokens: what one looks like in the first line, what it is in the rest
+# header values and tokens: the kind in the first line, the value in the rest
 
 _KEY = join_key("0123456789ab", "x" * 43)
 _REGISTRY = CollectorRegistry()

@@ -1,4 +1,4 @@
-"""Images built by buildah, and containers as Kubernetes runs those of the chart."""
+"""Images built by buildah, and containers isolated as Kubernetes isolates those of the chart."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_tools() -> None:
 
 
 def make_base() -> None:
-    """A root with Python out of Debian's own packages, once."""
+    """Make the base image from Debian's Python packages, if it does not exist."""
     if "everlift-base" in buildah("images", "--format", "{{.Name}}"):
         return
     BUILD.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def make_base() -> None:
 
 
 def build(tag: str) -> None:
-    """The image for CPUs, from the packages that this machine's pip is configured with."""
+    """Build the image for CPUs from the package index in this machine's pip configuration."""
     buildah(
         *("build", "--format", "docker", "--isolation", "chroot", "--network", "host"),
         *(f"--volume={path}:{path}:ro" for path in _pip_paths()),
@@ -83,21 +83,21 @@ def _pip_configuration() -> Path:
 
 
 def _pip_paths() -> set[str]:
-    """Files and directories of this machine that the settings name."""
+    """Return the files and directories of this machine that the pip settings name."""
     words = " ".join(_pip_settings().values()).split()
     paths = {word.removeprefix("file://") for word in words}
     return {path for path in paths if path.startswith("/") and Path(path).exists()}
 
 
 def gigabytes(tag: str) -> float:
-    """The size of an image, its base included."""
+    """Return the size of an image, including its base, in GB."""
     root = mounted(tag)
     size = subprocess.run(["du", "-sb", root], capture_output=True, text=True, check=True).stdout
     return int(size.split()[0]) / 1e9
 
 
 def mounted(tag: str) -> str:
-    """The image's root, which nothing may write to."""
+    """Mount an image, and return its root directory, which must not be written to."""
     name = f"{tag.replace(':', '-').rpartition('/')[2]}-mounted"
     if name not in buildah("containers", "--format", "{{.ContainerName}}").split():
         buildah("from", "--name", name, tag)
@@ -105,14 +105,16 @@ def mounted(tag: str) -> str:
 
 
 def clean_up() -> None:
-    """Keep the base and the image alone: this storage has a whole copy for each layer."""
+    """Remove all but the base and the image: this storage has a full copy for each layer."""
     buildah("rm", "--all")
     buildah("rmi", "--prune")
 
 
 class Container:
-    """A container's first process, on the host's network: read-only but for its home, /tmp and
-    /dev/shm, by a user that is not root, without capabilities."""
+    """First process of a container: an unprivileged user without capabilities.
+
+    The file system is read-only except for the home directory, /tmp and /dev/shm.
+    """
 
     def __init__(self, process: subprocess.Popen[str], output: Path) -> None:
         self._process = process
@@ -133,11 +135,11 @@ class Container:
         return int(children[0])
 
     def file(self, path: str) -> Path:
-        """A file of the container."""
+        """Return the path on the host of a file in the container."""
         return Path(f"/proc/{self.pid}/root{path}")
 
     def until(self, text: str, seconds: float = 120.0) -> None:
-        """Wait until it has written ``text``."""
+        """Wait until the container's output has ``text``."""
         deadline = time.monotonic() + seconds
         while text not in self.output:
             assert self._process.poll() is None, self.output
@@ -145,14 +147,14 @@ class Container:
             time.sleep(0.1)
 
     def stop(self, grace_s: float) -> float:
-        """SIGTERM; return the seconds until it has ended, within ``grace_s``."""
+        """Send SIGTERM; return the seconds until the end, which must come within ``grace_s``."""
         began = time.monotonic()
         os.kill(self.pid, signal.SIGTERM)
         self._process.wait(grace_s)
         return time.monotonic() - began
 
     def kill(self) -> None:
-        """End all of it: with its first process the kernel ends the others."""
+        """Kill the first process of the container; the kernel then kills the others."""
         if self._process.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
         self._process.wait()
@@ -160,7 +162,7 @@ class Container:
 
 @contextmanager
 def network() -> Iterator[Sequence[str]]:
-    """A network of its own, with nothing but loopback; the words that run a command there."""
+    """Make a network namespace with loopback only; yield the prefix of commands to run in it."""
     name = f"everlift-{os.getpid()}"
     subprocess.run(["ip", "netns", "add", name], check=True)
     try:
@@ -179,8 +181,10 @@ def container(
     network: Sequence[str] = (),
     shared: Path | None = None,
 ) -> Iterator[Container]:
-    """Run a command on the host's network, or in another one. A ``shared`` directory is at the
-    same place in the container."""
+    """Run a command in a container, in the host's network or in ``network``.
+
+    A ``shared`` directory has the same path in the container.
+    """
     security = VALUES["podSecurityContext"]
     variables = {
         "PATH": "/usr/local/bin:/usr/bin:/bin",

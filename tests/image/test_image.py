@@ -1,4 +1,4 @@
-"""The image for CPUs, on a base of Debian's own packages: built, and run as the chart runs it."""
+"""Image for CPUs, built on a base of Debian's packages, and run as the chart runs it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.support.free_port import free_port
 pytestmark = [pytest.mark.image, pytest.mark.timeout(3600), pytest.mark.filterwarnings("ignore")]
 
 TAG = "everlift:test-cpu"
-#: On Debian's Python; 2.0 on python:3.11-slim, which is 70 MB smaller.
+#: Limit with the base of Debian's packages; 2.0 with python:3.11-slim, which is 70 MB smaller.
 MOST_GIGABYTES = 2.5
 PROMPT = {"messages": [{"role": "user", "content": "count from 17 to 30:"}], "temperature": 0}
 COUNTED = "17 18 19 20 21 22 23 24 25 26 27 28 29 30"
-_PATIENCE_S = 180.0
+_TIMEOUT_S = 180.0
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def chart() -> Rendered:
 
 def answer(url: str, network: Sequence[str] = ()) -> str:
     """Wait until the router answers; return the model's output."""
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + _TIMEOUT_S
     command = ["curl", "-sf", f"{url}/v1/chat/completions", "-d", json.dumps(PROMPT)]
     header = ["-H", "content-type: application/json"]
     while (done := subprocess.run([*network, *command, *header], capture_output=True)).returncode:
@@ -74,7 +74,7 @@ def answer(url: str, network: Sequence[str] = ()) -> str:
 
 
 def serve_status(api: str, network: Sequence[str], body: object = None) -> Any:
-    """Return the status from Serve's REST API; with a body, after putting the body there."""
+    """Return the status from Serve's REST API; if there is a ``body``, put it there instead."""
     put = () if body is None else ("-X", "PUT", "-H", "content-type: application/json", "-d", "@-")
     data = None if body is None else json.dumps(body).encode()
     done = subprocess.run(
@@ -84,9 +84,9 @@ def serve_status(api: str, network: Sequence[str], body: object = None) -> Any:
 
 
 def run(root: str, directory: Path, *command: str) -> str:
-    """The output of a command that ends well."""
+    """Run a command in a container, check that it succeeds, and return its output."""
     with container(root, command, directory / "output") as started:
-        assert started._process.wait(_PATIENCE_S) == 0, started.output
+        assert started._process.wait(_TIMEOUT_S) == 0, started.output
         return started.output
 
 
@@ -144,14 +144,14 @@ def test_image_serves_until_stopped(root: str, figures: dict[str, float], tmp_pa
         figures["first_answer_seconds"] = time.monotonic() - began
         logs = up.file("/home/everlift/.local/state/everlift/logs")
         written = "".join(path.read_text() for path in logs.glob("*.log"))
-        # The kernels were compiled with the image.
+        # The kernels are compiled in the build of the image.
         assert "slower code is used" not in written
         assert up.stop(30.0) < 30.0
     assert up._process.returncode == 0, up.output
 
 
 def environment(chart: Rendered, group: str) -> dict[str, str]:
-    """Variables of a group's container whose values are no secrets."""
+    """Return the environment variables of a group's container that are not secrets."""
     [first, *_] = chart.group(group)["template"]["spec"]["containers"]
     return {it["name"]: it["value"] for it in first["env"] if "value" in it}
 
@@ -170,11 +170,11 @@ def test_image_serves_under_ray_and_ends_within_grace(
     root: str, figures: dict[str, float], chart: Rendered, tmp_path: Path
 ) -> None:
     gcs, dashboard, http = (free_port() for _ in range(3))
-    # A short path: it has a socket.
+    # A short path, because paths of Unix sockets are limited in length.
     ledger = Path(tempfile.mkdtemp(prefix="ledger-"))
     server = EmbeddedLedger(LedgerConfig())
     own = {URL_VARIABLE: server.start(ledger)}
-    # Whoever the containers' user is on this machine, it may connect.
+    # All users may connect, because the containers' user may be any user of this machine.
     for path in (ledger, *ledger.rglob("*")):
         path.chmod(0o777)
     memory = "--memory=2000000000 --object-store-memory=104857600 --node-ip-address=127.0.0.1"
@@ -208,7 +208,7 @@ def test_image_serves_under_ray_and_ends_within_grace(
             application["args"]["router"][listener] = "127.0.0.1"
         api = f"http://127.0.0.1:{dashboard}/api/serve/applications/"
         serve_status(api, network, {"proxy_location": "Disabled", "applications": [application]})
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _TIMEOUT_S
         while (status := serve_status(api, network)["applications"]["everlift"])[
             "status"
         ] != "RUNNING":
@@ -221,7 +221,7 @@ def test_image_serves_under_ray_and_ends_within_grace(
 
 
 def test_dockerfile_base_image_is_an_argument() -> None:
-    """The tested image is built from the same file as by `make image`, with another base."""
+    """The tested image and `make image` use one Dockerfile, with different bases."""
     text = (ROOT / "deploy" / "Dockerfile").read_text()
     assert "ARG BASE=python:3.11" in text and "@sha256:" in text
     lines = subprocess.run(

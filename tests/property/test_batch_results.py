@@ -22,8 +22,8 @@ from tests.support.router.batch_routers import FakeRouter, Objects
 
 BATCH, CHUNK_BYTES, NUM_LINES = "batch_1", 1000, 30
 
-#: A router, and what it does: the lengths of the results that it appends before a flush; none: it
-#: loads the results again.
+#: A router, and the lengths of the results that it appends before a flush; without lengths, it
+#: reloads the results.
 STEPS = st.lists(
     st.tuples(st.integers(0, 1), st.lists(st.integers(0, 1500), max_size=4)), max_size=40
 )

@@ -1,4 +1,4 @@
-"""Bounds that a load's figures keep, whatever came of it."""
+"""Bounds of a load's figures that hold for all outcomes."""
 
 from __future__ import annotations
 

@@ -35,15 +35,18 @@ LONGEST, CLASSES = 60, (-1, 0, 1)
 
 @dataclass(frozen=True)
 class Arrival:
-    """``pause`` is since the one before it came; the leader hears of it ``late``. In seconds, as
-    are ``foreseen`` (its wait), ``due`` and ``first_due`` (its end and its first token)."""
+    """Request that arrives ``pause`` seconds after the previous one.
+
+    The leader receives it ``late`` seconds after its arrival. ``due`` and ``first_due`` are
+    deadlines of its end and its first token. All are in seconds.
+    """
 
     pause: float
     late: float
     priority: int
     tokens: int
     rank: float
-    foreseen: float
+    estimated_wait: float
     due: float
     first_due: float
 
@@ -57,7 +60,7 @@ class Arrival:
             priority=self.priority,
             deadline=arrived + self.due,
             ttft_deadline=arrived + self.first_due,
-            queue_key=QueueKey(self.tokens, self.rank, self.rank, self.foreseen),
+            queue_key=QueueKey(self.tokens, self.rank, self.rank, self.estimated_wait),
             attained_rank=self.rank,
         )
 
@@ -70,7 +73,7 @@ ARRIVALS = st.lists(
         priority=st.sampled_from([-1, 0, 0, 0, 1]),
         tokens=st.integers(1, LONGEST),
         rank=st.floats(0, 0.999),
-        foreseen=st.floats(0, 6),
+        estimated_wait=st.floats(0, 6),
         due=st.just(inf) | st.floats(0, 15),
         first_due=st.just(inf) | st.floats(0, 15),
     ),
@@ -85,8 +88,8 @@ DICE = st.builds(random.Random, st.integers(0, 2**32))
 class QueueWait:
     """Wait of a request that left the queue at ``moment``.
 
-    ``owed`` has the credit of lower classes at its arrival. ``before`` are the requests that left
-    since then while it was not parked, and ``free`` those that left while it was parked. The later
+    ``owed`` is the credit of lower classes at its arrival. ``before`` are the requests that left
+    since then while it was not parked, and ``free`` those that left while it was parked. Later
     requests that left first are counted by class: the same one, higher and lower ones.
     """
 
@@ -101,7 +104,7 @@ class QueueWait:
 
 
 class Life:
-    """``dice`` say who leaves, comes back and is withdrawn."""
+    """Random life of a queue; ``dice`` decide which requests leave, return and are withdrawn."""
 
     def __init__(self, policy: Policy, floor: float, dice: random.Random) -> None:
         self._queue = AdmissionQueue(policy, floor)
@@ -109,16 +112,16 @@ class Life:
         self._dice = dice
         self._running: list[Waiting] = []
         self._left: list[Waiting] = []
-        #: by class, tokens
+        #: credit by class, in tokens
         self._owed: dict[int, float] = {}
-        #: by request that waits for a cached prefix: its place in ``_left``, and the moment
+        #: by parked request: length of ``_left`` and time when it was parked
         self._parked: dict[str, tuple[int, float]] = {}
-        #: by request, what left while it was parked before
+        #: by request: requests that left while it was parked before
         self._free: dict[str, list[Waiting]] = defaultdict(list)
-        #: by request that waits, how many had left when it came, and what was owed then
+        #: by queued request: length of ``_left`` and credit when it was queued
         self._here: dict[str, tuple[int, dict[int, float]]] = {}
-        #: in the order in which they were heard of first
-        self.heard: list[Waiting] = []
+        #: requests in the order of their arrival at the leader
+        self.received: list[Waiting] = []
         self.wait_stats: dict[str, list[QueueWait]] = defaultdict(list)
 
     def live(self, arrivals: list[Arrival]) -> None:
@@ -127,7 +130,7 @@ class Life:
             moment += arrival.pause
             coming.append((moment + arrival.late, arrival.waiting(str(number), moment)))
         for moment, waiting in sorted(coming):
-            self.heard.append(waiting)
+            self.received.append(waiting)
             self._come(waiting)
             self._go_on(moment)
         self._unpark(moment + 3.0)
@@ -169,13 +172,13 @@ class Life:
         self._parked.clear()
 
     def _leave(self, moment: float) -> bool:
-        """Return whether one left; none does while all are parked."""
+        """Let the head leave the queue; return False if all requests are parked."""
         head = self._queue.peek(moment)
         if head is None:
             return False
-        told = self._queue.queue_wait(head, "", moment, is_fair=False)
-        counts = (told.queue.ordered, told.queue.higher, told.queue.lower)
-        assert bypassed(told) == sum(counts)
+        queue_wait = self._queue.queue_wait(head, "", moment, is_fair=False)
+        counts = (queue_wait.queue.ordered, queue_wait.queue.higher, queue_wait.queue.lower)
+        assert bypassed(queue_wait) == sum(counts)
         self._owe(head)
         self._queue.dispatch(head, 0)
         came, owed = self._here.pop(head.request_id)
@@ -188,9 +191,7 @@ class Life:
         return True
 
     def _before(self, head: Waiting, came: int) -> tuple[list[Waiting], list[Waiting]]:
-        """Return the requests that left after number ``came``: while the head was not parked, and
-        while it was.
-        """
+        """Return what left since ``came`` while ``head`` was not parked, and while it was."""
         free = self._free.pop(head.request_id, [])
         names = {id(it) for it in free}
         return [it for it in self._left[came:] if id(it) not in names], free
@@ -199,7 +200,7 @@ class Life:
         """Update the credit of the classes when ``head`` leaves the queue."""
         highest, *_ = numbers = self._queue.numbers
         if head.priority < highest:
-            # What leaves while higher classes are parked needs no credit.
+            # A request that leaves while higher classes are parked needs no credit.
             owed = self._owed.get(head.priority, 0.0)
             self._owed[head.priority] = max(0.0, owed - head.work_tokens)
         for priority in numbers:
@@ -231,12 +232,13 @@ def life_of(policy: Policy, floor: float, arrivals: list[Arrival], dice: random.
 def test_bypassed_counts_same_class_requests_that_may_pass(
     arrivals: list[Arrival], dice: random.Random, policy: Policy
 ) -> None:
-    """Each later request counts once, however often either of the two is queued again. A parked
-    request may be passed by any other one.
+    """Each later request counts once, however often either of the two is queued again.
+
+    Any later request may pass a parked one.
     """
     life = life_of(policy, 0.1, arrivals, dice)
-    for number, waiting in enumerate(life.heard):
-        wait_stats, later = life.wait_stats[waiting.request_id], life.heard[number + 1 :]
+    for number, waiting in enumerate(life.received):
+        wait_stats, later = life.wait_stats[waiting.request_id], life.received[number + 1 :]
         same = [it for it in later if it.priority == waiting.priority]
         free = [it for it in same if any(it in queue_wait.free for queue_wait in wait_stats)]
         before = [it for it in same if any(it in queue_wait.before for queue_wait in wait_stats)]
@@ -284,8 +286,8 @@ def test_bypassed_counts_later_requests_of_higher_classes(
     arrivals: list[Arrival], floor: float, dice: random.Random
 ) -> None:
     life = life_of(ShortestWork(1.5), floor, arrivals, dice)
-    for number, waiting in enumerate(life.heard):
-        later = sum(it.priority > waiting.priority for it in life.heard[number + 1 :])
+    for number, waiting in enumerate(life.received):
+        later = sum(it.priority > waiting.priority for it in life.received[number + 1 :])
         assert sum(queue_wait.higher for queue_wait in life.wait_stats[waiting.request_id]) <= later
 
 
@@ -293,7 +295,7 @@ def test_bypassed_counts_later_requests_of_higher_classes(
 def test_bypassed_counts_lower_classes_within_their_floor(
     arrivals: list[Arrival], floor: float, dice: random.Random
 ) -> None:
-    """Their part of the tokens that leave above them, and what they were owed before."""
+    """Lower classes receive at most their floor of the tokens above them, plus earlier credit."""
     life = life_of(ShortestWork(1.5), floor, arrivals, dice)
     for queue_wait in (it for wait_stats in life.wait_stats.values() for it in wait_stats):
         lower = 0

@@ -1,4 +1,4 @@
-"""However an output's text is cut, and wherever it is read again, the same comes of it."""
+"""Chat parsers do not depend on cuts of the text, and never retract deltas."""
 
 import json
 from typing import Any
@@ -14,7 +14,7 @@ from router.chat.parsers.hermes import HERMES
 from router.chat.parsers.llama3 import LLAMA3
 from router.chat.tools import ToolUse
 from tests.support.router import chat_support
-from tests.support.router.chat_support import NAMES, TOOLS, joined, plain, told
+from tests.support.router.chat_support import NAMES, TOOLS, joined, parsed, plain
 
 NAMED = {"type": "function", "function": {"name": "weather"}}
 READINGS = [
@@ -67,13 +67,13 @@ def test_chat_parser_result_is_independent_of_cuts(
         pieces.append(rest[:cut])
         rest = rest[cut:]
 
-    assert told(parser_of(reading), [*pieces, rest]) == told(parser_of(reading), [text])
+    assert parsed(parser_of(reading), [*pieces, rest]) == parsed(parser_of(reading), [text])
 
 
 @pytest.mark.parametrize("reading", READINGS)
 @given(text=TEXTS)
 def test_chat_parser_never_retracts_deltas(reading: Any, text: str) -> None:
-    whole = characters(told(parser_of(reading), [text]))
+    whole = characters(parsed(parser_of(reading), [text]))
     for end in range(len(text)):
         before = characters(parser_of(reading).feed(text[:end]))
         assert whole[: len(before)] == before
@@ -83,7 +83,7 @@ def test_chat_parser_never_retracts_deltas(reading: Any, text: str) -> None:
 @given(text=TEXTS)
 def test_chat_parser_output_without_calls_is_all_content(form: ToolFormat, text: str) -> None:
     parser = parser_of((form, "auto", True))
-    deltas = told(parser, text)
+    deltas = parsed(parser, text)
     if not parser.has_calls:
         assert deltas == joined([Content(text)])
 
@@ -101,14 +101,14 @@ def test_chat_parser_reads_calls_written_by_template(
 ) -> None:
     message = {
         "role": "assistant",
-        # Llama's template leaves it out.
+        # Llama's template omits it.
         "content": (said := said.strip() if form is HERMES else ""),
         "tool_calls": [{"function": {"name": n, "arguments": a}} for n, a in called],
     }
     written = render_jinja_template([[message]], chat_template=template, bos_token="")[0][0]
     text = written[written.index(opens) + len(opens) : written.rindex(ends)]
 
-    found = plain(told(parser_of((form, "auto", True)), text))
+    found = plain(parsed(parser_of((form, "auto", True)), text))
 
     if said:
         assert found.pop(0) == said

@@ -31,7 +31,7 @@ from tests.simulated_cluster.clock import Clock
 from tests.support.example_counts import examples
 
 TOKENS, CHOICES, PROMPTS = 4, 2, 3
-#: Faults that may be the end of a request; it goes on after all the others.
+#: Faults that may end a request; it survives all others.
 FINAL = (Refuse, Skip, Hold)
 
 places = st.tuples(st.integers(0, TOKENS), st.integers(0, CHOICES - 1), st.integers(0, PROMPTS - 1))
@@ -50,7 +50,7 @@ Tokens: TypeAlias = dict[int, list[int]]
 
 
 def answer(submission: Submission) -> list[Output]:
-    """Tokens that tell request, choice and offset apart."""
+    """Return tokens that identify request, choice and offset."""
     first = 1000 * int(str(submission.prompt))
     return [
         Output(

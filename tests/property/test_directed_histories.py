@@ -1,4 +1,4 @@
-"""Histories of a simulated cluster that chance would seldom find: faults at their worst moments."""
+"""Directed histories of a simulated cluster: faults at moments that random ones rarely hit."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tests.simulated_cluster.ledger import Trouble
 from worker.serving.sessions import Sessions
 
 LONG = Asked.of(range(1, 12), temperature=1, seed=5, max_tokens=60)
-#: It takes longer than anybody may be silent.
+#: Request that runs longer than any part may be silent.
 LONGER = Asked.of(range(1, 12), temperature=1, seed=5, min_tokens=200, max_tokens=200)
 SHORT = Asked.of(range(1, 9), temperature=0, max_tokens=8)
 #: Prompt with two chunks.
 TWO_CHUNKS = Asked.of([1] * 530, temperature=0, max_tokens=8)
-#: More than a gateway, a leader or a worker may be silent.
+#: Longer than a gateway, a leader or a worker may be silent, in seconds.
 TOO_LONG_S = 3.0
 READS = Manners()
 
@@ -65,7 +65,7 @@ class Played(SimCluster):
         return entry
 
     def home(self, request_id: str) -> int:
-        """The worker that has it by the ledger's word."""
+        """Return the worker that runs the request according to the ledger."""
         self.run_until(lambda: self.ledger.peek(request_id) is not None)
         self.run_until(lambda: self.entry(request_id).state is State.RUNNING)
         worker = self.entry(request_id).worker
@@ -83,7 +83,7 @@ class Played(SimCluster):
 
 @contextmanager
 def cluster(routers: int = 2, workers: int = 2, **changes: object) -> Iterator[Played]:
-    """Judged at its end."""
+    """Run a simulated cluster, and judge it at its end."""
     with Played(routers, workers, **changes) as played, listening() as complaints:
         yield played
         finish(
@@ -163,7 +163,7 @@ def test_poison_request_fails_and_neighbours_survive() -> None:
 
 @pytest.mark.parametrize("max_losses", [1, 2, 4])
 def test_poison_in_first_step_fails_at_max_losses(max_losses: int) -> None:
-    """Every worker ends in the first step of the request, before the step has any result."""
+    """Every worker is killed in the request's first step, before the step has any result."""
     with cluster(max_losses=max_losses, max_losses_total=50) as it:
         poison = it.ask()
         it.poison.add(poison)
@@ -174,7 +174,7 @@ def test_poison_in_first_step_fails_at_max_losses(max_losses: int) -> None:
 
 
 def test_request_waiting_at_worker_outlives_max_losses() -> None:
-    """Another request has the only slot whenever the worker is killed."""
+    """Another request occupies the only slot whenever the worker is killed."""
     with cluster(workers=0, max_losses=2) as it:
         it.start_worker(0, max_num_seqs=1)
         it.run_for(1.0)
@@ -296,7 +296,7 @@ def test_emptied_ledger_fails_no_request() -> None:
 
 
 def test_ledger_rollback_of_redispatch_is_repaired() -> None:
-    """The worker that was given up is again the one that the ledger knows of."""
+    """The rolled-back ledger again names the worker that was killed."""
     with cluster() as it:
         request_id = it.ask()
         it.until_has(request_id, 10)
@@ -352,7 +352,7 @@ def test_resumed_leader_steps_down() -> None:
 
 
 def until_asks(it: Played, name: str, router: int) -> None:
-    """Until a call of this router is on its way to the ledger."""
+    """Run until a call of this router is on its way to the ledger."""
     asking = it.ledger.call
     asked = []
 
@@ -368,7 +368,7 @@ def until_asks(it: Played, name: str, router: int) -> None:
 
 @pytest.mark.parametrize("name", ["append", "release"])
 def test_resumed_gateway_messages_are_fenced(name: str) -> None:
-    """An heir has the request on another worker by then."""
+    """Meanwhile, another gateway runs the request on another worker."""
     with cluster(lease=0.8) as it:
         request_id = it.ask(LONGER, router=1)
         it.until_has(request_id, 5)
@@ -511,10 +511,10 @@ def test_reconnecting_client_receives_all_tokens(tokens: int) -> None:
         it.ask(manners=Manners(leaves_after=tokens, away=0.2))
 
 
-# whoever is judged by this must be able to fail
+# mutants that the judgement must detect
 
 
-def nobody_hears_of_a_lost_worker(patch: pytest.MonkeyPatch) -> None:
+def worker_loss_is_not_reported(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AttemptRunner, "worker_lost", lambda self, worker_id: None)
 
 
@@ -534,7 +534,7 @@ def a_continuation_forgets_a_token(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(messages, "start", start)
 
 
-def a_rollback_is_told_nothing(patch: pytest.MonkeyPatch) -> None:
+def rollback_is_not_resynced(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Resync, "_work", lambda self: iter(()))
 
 
@@ -558,10 +558,10 @@ def the_index_ignores_host_memory(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "mutate",
     [
-        nobody_hears_of_a_lost_worker,
+        worker_loss_is_not_reported,
         a_worker_keeps_what_a_dead_gateway_started,
         a_continuation_forgets_a_token,
-        a_rollback_is_told_nothing,
+        rollback_is_not_resynced,
         the_index_ignores_evictions,
         the_index_ignores_computed_prompts,
         the_index_ignores_host_memory,
@@ -646,7 +646,7 @@ def test_history_judgement_detects_missing_fence(
     history: Callable[[], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A router that was fenced off generates the same tokens as its successor."""
+    """A fenced-off router generates its successor's tokens, so only the ledger detects it."""
     mutate(monkeypatch)
     with pytest.raises(Wrong, match="no fence"):
         history()

@@ -17,7 +17,7 @@ BLOCKS = 12
 
 @dataclass(frozen=True)
 class Turn:
-    """A sequence that starts ``after_s`` seconds after the last event.
+    """Sequence that starts ``after_s`` seconds after the last event.
 
     Its first ``shared`` blocks are those of conversation ``prompt``; ``own`` blocks follow. It is
     freed after ``lasts`` further events, with the number of its session or 0.
@@ -49,7 +49,7 @@ turns = st.lists(
 
 @dataclass
 class Run:
-    """A pool under random turns.
+    """Block pool under random turns.
 
     ``evictions`` are the hashes in the order of their eviction, ``chunks`` those of the last blocks
     of the cached chunks, as the pool reports them.
@@ -63,7 +63,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(BLOCKS, HostStore(0), self.retention_s, self.max_retained)
-        #: by the event after which it is freed: block table and session
+        #: event after which a sequence is freed, its block table and session
         self.running: list[tuple[int, tuple[int, ...], int]] = []
         #: hashes of all blocks that ended a chunk
         self.ends: set[bytes] = set()

@@ -1,5 +1,8 @@
-"""Every parser of what clients send, on what is nearly what they send: a value, or an error that
-names its cause. ``make soak`` does it a million times."""
+"""Fuzz tests of every parser of client input, on mutated requests.
+
+A parser must return a value, or raise an error that names its cause. ``make soak`` runs a million
+cases.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ few = settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
-#: Each of them takes a process.
+#: Targets whose cases take a process each.
 _SLOW = ("grammar",)
 
 

@@ -1,7 +1,7 @@
-"""Random histories of a simulated cluster: whatever happens, each client gets what is right, once.
+"""Random histories of a simulated cluster: each client receives the right output, once.
 
-Hypothesis makes them, and shrinks one that fails to a few events. In make test they are always the
-same; in make test-long as many others are played as HISTORIES_MINUTES allow.
+Hypothesis generates them, and shrinks a failing one to a few events. In make test they are always
+the same; in make test-long, as many others are played as HISTORIES_MINUTES allow.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.example_counts import examples
 _BATCH = 50
 _BATCHES = 5
 
-#: Shorter and longer than what may be silent for how long.
+#: Durations below and above the permitted silence of the parts, in seconds.
 _DURATIONS = st.sampled_from([0.05, 0.3, 0.8, 1.2, 2.5])
 _MANNERS = st.one_of(
     st.just(Manners()),
@@ -34,7 +34,7 @@ _MANNERS = st.one_of(
     st.builds(Manners, cancels_after=st.integers(1, 30)),
 )
 _FAULTS = [kind for kind in Kind if kind is not Kind.SUBMIT]
-#: One event in two is a request; one in six fills the caches, so that chunks are evicted.
+#: Half of the events are requests; a sixth fills the caches, so that chunks are evicted.
 _KINDS = st.one_of(
     *[st.just(Kind.SUBMIT) for _ in range(3)],
     st.sampled_from(_FAULTS),
@@ -101,7 +101,7 @@ def _batch(number: int, add) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_cluster_random_histories_are_correct(capsys: pytest.CaptureFixture[str]) -> None:
-    told(capsys, *play_all(range(_BATCHES)))
+    check_sums(capsys, *play_all(range(_BATCHES)))
 
 
 @pytest.mark.long
@@ -111,10 +111,10 @@ def test_cluster_random_histories_are_correct_for_minutes(
 ) -> None:
     minutes = float(os.environ.get("HISTORIES_MINUTES", "20"))
     numbers = _until(time.monotonic() + minutes * 60, first_seed=int(time.time()))
-    told(capsys, *play_all(numbers))
+    check_sums(capsys, *play_all(numbers))
 
 
-def told(capsys: pytest.CaptureFixture[str], number: int, sums: Counter[str]) -> None:
+def check_sums(capsys: pytest.CaptureFixture[str], number: int, sums: Counter[str]) -> None:
     assert sums["requests"] > number
     assert sums["migrations"] > 0
     with capsys.disabled():

@@ -1,5 +1,7 @@
-"""Ledgers against the model of tests/support/ledger/ledger_machine.py: in memory, on a server, and
-on one whose answers are lost."""
+"""Ledgers compared with the model of tests/support/ledger/ledger_machine.py.
+
+The ledgers are in memory, on a server, and on a server whose answers are lost.
+"""
 
 from __future__ import annotations
 

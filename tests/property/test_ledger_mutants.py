@@ -1,8 +1,8 @@
-"""Every check in the ledger's scripts is one that a test would miss.
+"""Mutation tests: no check of the ledger's scripts can be missing unnoticed.
 
-Each paragraph of tests/support/ledger/ledger_mutants.txt takes one away, or turns it round; the
-test of the contract that it names must fail then. A longer search lets the model's random histories
-find them (``make test-long``).
+Each paragraph of tests/support/ledger/ledger_mutants.txt removes or inverts one check; the contract
+test that it names must then fail. In ``make test-long``, the model's random histories must find the
+mutants too.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from tests.support.ledger.ledgers import RETENTION_S, connected, valkey_server
 
 History = Callable[..., Coroutine[Any, Any, None]]
 
-#: Random histories that are given to find a mutant.
-_PATIENCE = 1_500
+#: Most random histories to find a mutant.
+_MAX_HISTORIES = 1_500
 
 
 def histories(module: object) -> dict[str, History]:
-    """The tests of a module that are coroutines, by their names."""
+    """Return the coroutine tests of a module, by name."""
     return {
         name: it
         for name, it in vars(module).items()
@@ -62,7 +62,7 @@ SCRIPTS = sorted({mutant.script for mutant in MUTANTS})
 
 
 def cases(history: History) -> Iterator[dict[str, Any]]:
-    """The arguments of each run of a parametrized test."""
+    """Yield the arguments of each run of a parametrized test."""
     marks = getattr(history, "pytestmark", [])
     axes = [list(_axis(mark)) for mark in marks if mark.name == "parametrize"]
     for combination in product(*axes):
@@ -80,7 +80,7 @@ def _axis(mark: pytest.Mark) -> Iterator[dict[str, Any]]:
 
 
 async def live(url: str, history: History) -> None:
-    """Runs a test of the contract with everything that it asks for."""
+    """Run all cases of a contract test with its fixtures."""
     for arguments in cases(history):
         async with AsyncExitStack() as stack:
             for name in inspect.signature(history).parameters:
@@ -93,7 +93,7 @@ async def _provided(stack: AsyncExitStack, url: str, name: str, others: dict[str
     match name:
         case "ledger":
             return await stack.enter_async_context(connected(url))
-        case "forgetful":
+        case "expiring":
             return await stack.enter_async_context(connected(url, retention=RETENTION_S))
         case "tick":
             return lambda: asyncio.sleep(0.01)
@@ -117,7 +117,7 @@ async def survives(url: str, history: History) -> bool:
 
 
 def mutate(monkeypatch: pytest.MonkeyPatch, mutant: Mutant) -> None:
-    """Every script has the mutant in it that its text is part of."""
+    """Apply the mutant to every script that contains the mutated text."""
     for name, script in vars(scripts).copy().items():
         if isinstance(script, Script):
             texts = [mutant.applied("common"), mutant.applied(script.name)]
@@ -138,10 +138,10 @@ def test_mutant_text_occurs_once_in_script() -> None:
 
 def test_mutants_cover_every_deciding_script() -> None:
     known = {script.name for script in vars(scripts).values() if isinstance(script, Script)}
-    only_tell = {"audit", "leases", "get_load", "set_scaling", "get_scaling"}
-    # No request's history shows what it decides (tests/contract/test_active_cluster.py).
-    only_tell |= {"active"}
-    assert {"common", *known} - only_tell == set(SCRIPTS)
+    read_only = {"audit", "leases", "get_load", "set_scaling", "get_scaling"}
+    # Its decision is not visible in a request's history (tests/contract/test_active_cluster.py).
+    read_only |= {"active"}
+    assert {"common", *known} - read_only == set(SCRIPTS)
 
 
 async def test_mutants_load_as_scripts(url: str) -> None:
@@ -182,4 +182,4 @@ def test_random_histories_catch_mutant(
 ) -> None:
     mutate(monkeypatch, mutant)
     with asyncio.Runner() as runner, pytest.raises(BaseException):  # noqa: B017
-        check(runner.get_loop().run_until_complete, OnServer(url), _PATIENCE, shrinks=False)
+        check(runner.get_loop().run_until_complete, OnServer(url), _MAX_HISTORIES, shrinks=False)

@@ -1,4 +1,4 @@
-"""Many steps at once come to what as many steps one by one come to, in every trace."""
+"""Several decode steps at once equal the same number of single steps, in every trace."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ from worker.engine.outcome import NO_UPDATE, Outcome
 from worker.engine.plan import NOTHING_SAMPLED, Plan, RowResult
 from worker.engine.sequence import Sequence
 
-#: What everybody draws: an output fills blocks that other outputs, and prompts, have as well.
+#: Token that is always sampled, so that an output fills the same blocks as other outputs and
+#: prompts.
 DRAWN = 5
 
 
 @dataclass(frozen=True)
 class Come:
-    """A sequence: so many tokens of ``stem``, then of its own, of which ``done`` are output."""
+    """Sequence that arrives: ``stem`` common tokens and ``own`` tokens of its own.
+
+    ``done`` of its output tokens are known already.
+    """
 
     stem: int
     own: int
@@ -53,8 +57,7 @@ class Come:
 
 @dataclass(frozen=True)
 class Turn:
-    """Some come, one of those that are there is taken away or preempted, and up to ``most`` steps
-    follow."""
+    """Arrivals, then a removal and a preemption by index, then up to ``most`` steps."""
 
     come: list[Come]
     leave: int | None
@@ -88,7 +91,7 @@ bounds = st.builds(
     session_retention_s=st.sampled_from([1.0, 20.0]),
     max_retained_blocks=st.sampled_from([0, 4, 24]),
 )
-#: Steps a second.
+#: Steps per second.
 RATE = 4
 
 
@@ -123,7 +126,7 @@ def is_news(outcome: Outcome) -> bool:
 
 
 def state(scheduler: MultiStepScheduler) -> object:
-    """All of it."""
+    """Return the whole state of a scheduler, for comparison."""
     batch = scheduler._batch
     pool, slot_table = batch._pool, batch.slot_table
     sequences = [
@@ -183,7 +186,7 @@ def test_multi_step_scheduler_matches_single_steps(bounds: Limits, history: list
                 at_once.blocks_retained(now(at_once) + number / RATE, taken[number])
                 for number in range(count)
             ]
-            told = steps_at_once(at_once, count) if count else drawn_step(at_once)
+            outcomes = steps_at_once(at_once, count) if count else drawn_step(at_once)
             for number in range(1, (count or 1) + 1):
                 expected, drawn = step(usual), drawn_step(one_by_one)
                 assert {*filter(is_news, expected)} <= {*drawn} <= {*expected}
@@ -193,7 +196,7 @@ def test_multi_step_scheduler_matches_single_steps(bounds: Limits, history: list
                     assert one_by_one.load().blocks_retained == retained[number - 1]
                 changes = one_by_one.take_chunk_changes().device
                 assert not (count and changes), "what a report in between would have said"
-            assert drawn == told
+            assert drawn == outcomes
             assert changes == at_once.take_chunk_changes().device
             assert state(usual) == state(one_by_one) == state(at_once)
             steps += count or 1
@@ -203,11 +206,11 @@ def test_multi_step_scheduler_matches_single_steps(bounds: Limits, history: list
 
 @given(bounds, st.lists(comes, min_size=1, max_size=4))
 def test_multi_step_scheduler_counts_all_uniform_steps(bounds: Limits, come: list[Come]) -> None:
-    """After those somebody has ended, or a step does something else than to decode."""
+    """A sequence ends in the last counted step, or the next step is no uniform decode."""
     scheduler = MultiStepScheduler(replace(bounds, scheduling=Scheduling()))
     for epoch, each in enumerate(come, 1):
         if each.most_known <= 32 * bounds.num_blocks:
-            # Without a session, nothing is retained, and what is evicted next is sure.
+            # Without a session, no block is retained, so that the next eviction is known.
             new = replace(each, session=0).sequence(bounds, epoch)
             if new.stop(bounds) is None:
                 scheduler.add(new)
@@ -232,9 +235,9 @@ def test_multi_step_scheduler_admits_on_newly_shared_block() -> None:
     steps = 0
     while steps < 40:
         count = at_once.num_uniform_steps(40 - steps)
-        told = steps_at_once(at_once, count) if count else drawn_step(at_once)
+        outcomes = steps_at_once(at_once, count) if count else drawn_step(at_once)
         drawn = [it for _ in range(count or 1) for it in drawn_step(one_by_one)]
-        assert told == drawn
+        assert outcomes == drawn
         assert state(at_once) == state(one_by_one)
         steps += count or 1
     assert len(one_by_one) == 1, "the second one has not come in before blocks were free"

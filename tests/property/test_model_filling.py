@@ -1,4 +1,4 @@
-"""Any slice of any tensor comes into any parameter, in whatever batches."""
+"""Any slice of any tensor is read into any parameter, in batches of any size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[slice, ...]]:
-    """A shape, and slices of some of its first dimensions; empty ones too."""
+    """Draw a shape, and slices of some of its first dimensions, including empty ones."""
     shape = draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
     slices = []
     for size in shape[: draw(st.integers(0, len(shape)))]:
@@ -33,7 +33,7 @@ def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[slice, ...]]:
 
 
 def parameter(like: torch.Tensor, dtype: torch.dtype, padding: int) -> torch.Tensor:
-    """Room for ``like`` within a tensor that is wider, filled with what must not be read."""
+    """Return space for ``like`` in a wider tensor, filled with a value to be overwritten."""
     wide = [*like.shape[:-1], like.shape[-1] + padding]
     return torch.full(wide, 7.0, dtype=dtype)[..., : like.shape[-1]]
 

@@ -1,5 +1,7 @@
-"""Several ranks under random histories, with steps launched ahead and without: rank 0's log is all
-that the others need to do the same, in the same order."""
+"""Tensor-parallel ranks under random histories, with steps launched ahead and without.
+
+Rank 0's log is all that the other ranks need to run the same operations in the same order.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ GRAMMAR = Grammar(GrammarKind.REGEX, ("as Form says",))
 
 
 class Form:
-    """A FakeGrammar: what may follow depends on how long the output is."""
+    """FakeGrammar whose permitted tokens depend on the length of the output."""
 
     def allowed(self, output: Sequence[int]) -> Sequence[int]:
         return range(10 + len(output) % 5, 200, 7)
@@ -53,7 +55,7 @@ class StructuredJob(Job):
 
 
 class Ask(NamedTuple):
-    """Operation that a runner was asked for; of a real runner, a collective of all ranks."""
+    """Operation of a runner; in a real runner, a collective of all ranks."""
 
     what: str
     step: int
@@ -68,7 +70,7 @@ class AskedRunner(FakeRunner):
         self.asked: list[Ask] = []
 
     def ask(self, what: str, step: int) -> None:
-        """Raises EngineFailed where the step fails there."""
+        """Record an operation; raise EngineFailed if the step fails there."""
         self.asked.append(Ask(what, step))
 
     def agreed(self, step: int, results: list[RowResult]) -> list[RowResult]:
@@ -97,15 +99,15 @@ class AskedStep:
         return self._runner.agreed(self._step, self._launched.results())
 
 
-class Telling(AskedRunner):
-    """Rank 0's. ``fault`` is that of an event, for the next step, which has it on all ranks."""
+class Rank0Runner(AskedRunner):
+    """Runner of rank 0; the next step has the ``fault`` of an event, on all ranks."""
 
     def __init__(self, bounds: Limits, dice: Random, ahead: bool) -> None:
         super().__init__(bounds, ahead)
         self._dice = dice
         self._kinds = ["forward", "results"] if ahead else ["execute"]
         self.fault: int | None = None
-        #: by step
+        #: rank 0's results, by step
         self.word: dict[int, list[RowResult]] = {}
         self.failed: dict[int, str] = {}
         self._failed_rows: dict[int, int] = {}
@@ -128,17 +130,17 @@ class Telling(AskedRunner):
 
     def _prepare(self, step: int) -> None:
         fault, self.fault = self.fault, None
-        # Two failed steps in a row are the engine's end, and one between them may be given up.
+        # Two consecutive failed steps end the engine, and a step between them may be discarded.
         if fault == -1 and step > max(self.failed, default=-9) + 2:
             self.failed[step] = self._dice.choice(self._kinds)
         if fault is not None and fault >= 0:
             self._failed_rows[step] = fault
 
 
-class Hearing(AskedRunner):
-    """Another rank's, which has no grammars and takes rank 0's word."""
+class FollowerRunner(AskedRunner):
+    """Runner of another rank, which has no grammars and takes over rank 0's results."""
 
-    def __init__(self, bounds: Limits, rank_0: Telling, ahead: bool) -> None:
+    def __init__(self, bounds: Limits, rank_0: Rank0Runner, ahead: bool) -> None:
         super().__init__(bounds, ahead)
         self._rank_0 = rank_0
 
@@ -158,7 +160,7 @@ def engine_of(runner: AskedRunner, bounds: Limits) -> Engine:
 
 
 class Log:
-    """Keeps what rank 0 writes, as it would arrive."""
+    """Log that keeps the entries of rank 0 as serialised and parsed again."""
 
     def __init__(self) -> None:
         self.entries: list[session_pb2.StepLog] = []
@@ -172,7 +174,7 @@ class Rank0:
 
     def __init__(self, bounds: Limits, dice: Random, ahead: bool) -> None:
         self.bounds, self.dice = bounds, dice
-        self.runner = Telling(bounds, dice, ahead)
+        self.runner = Rank0Runner(bounds, dice, ahead)
         self.engine = engine_of(self.runner, bounds)
         self.log, self.collected = Log(), Collected()
         times = count(step=0.25)
@@ -238,7 +240,7 @@ def test_ranks_follow_log_of_rank_0_exactly(
     this.finish()
     this.check_tokens()
 
-    other = Hearing(bounds, this.runner, ahead)
+    other = FollowerRunner(bounds, this.runner, ahead)
     engine = engine_of(other, bounds)
     follow(engine, this.log.entries)
     engine.check_integrity()
@@ -253,7 +255,7 @@ def test_diverged_rank_ends_after_the_step() -> None:
     this = Rank0(bounds, Random(1), ahead=True)
     this.happen(Event([[Job(prompt(5), 0, 9, SamplingParams(temperature=0.0), 0, b"", 0)]]))
     this.finish()
-    other = Hearing(bounds, this.runner, ahead=True)
+    other = FollowerRunner(bounds, this.runner, ahead=True)
     this.runner.word[3] = [RowResult((1,))]
     with pytest.raises(RanksDisagree, match="step 4"):
         follow(engine_of(other, bounds), this.log.entries)

@@ -1,4 +1,4 @@
-"""Steps that are computed at once change nothing of a forecast, whatever happens meanwhile."""
+"""Steps that are simulated at once do not change a forecast, whatever events occur."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from router.config import RouterConfig
 from tests.support.example_counts import examples
 from tests.support.small_clusters import spec
 
-moments = st.floats(0, 2, allow_nan=False).map(lambda at: round(at, 3))
+times = st.floats(0, 2, allow_nan=False).map(lambda at: round(at, 3))
 requests = st.lists(
     st.builds(
         Arrival,
-        at=moments,
+        at=times,
         prompt_tokens=st.integers(1, 300),
         output_tokens=st.integers(1, 200),
         max_tokens=st.just(150),
@@ -42,8 +42,8 @@ specs = st.builds(
 )
 numbers = st.integers(0, 2)
 events = st.lists(
-    st.builds(WorkerLoss, moments, numbers, st.sampled_from([0.0, 0.0005, 0.5]))
-    | st.builds(WorkerDrain, moments, numbers),
+    st.builds(WorkerLoss, times, numbers, st.sampled_from([0.0, 0.0005, 0.5]))
+    | st.builds(WorkerDrain, times, numbers),
     max_size=2,
 )
 orders = st.sampled_from(ORDERS)

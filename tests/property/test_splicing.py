@@ -19,7 +19,7 @@ from tests.support.worker.vocabularies import ALL, BYTE_LEVEL, GEMMA, SENTENCEPI
 TOKENIZERS = {"byte-level": BYTE_LEVEL, "sentencepiece": SENTENCEPIECE, "gemma": GEMMA}
 BEGIN = "<s>"
 TEXTS = st.text('ab \n{":1,}é你🙂', max_size=12)
-#: How an output ends, and what its client makes of its text.
+#: Ends of outputs, and edits of their texts by the client.
 ENDS = st.sampled_from(["stop token", "stop string", "length"])
 EDITS = st.sampled_from(["none", "none", "none", "trimmed", "spaced", "edited", "dropped"])
 
@@ -36,7 +36,7 @@ def rendered(messages: list[Message]) -> str:
 
 
 def decoded(tokenizer: HuggingFaceTokenizer, ids: tuple[int, ...]) -> str:
-    """The text with its special tokens, each of which begins a new text."""
+    """Return the text with its special tokens, each of which starts a new text."""
     text, state = "", TextState(tokenizer)
     for token in ids:
         if special := tokenizer.boundaries.get(token, ""):
@@ -82,7 +82,7 @@ class Session:
         return splice(text, turns, self.tokenizer, self.encode, has_added=False)[:2]
 
     def output(self) -> TurnOutput:
-        """Tokens of a text that are not those of its tokenisation, and often bytes."""
+        """Draw output tokens that often differ from the tokenisation of their text."""
         pieces = self.data.draw(st.lists(TEXTS, max_size=4))
         ids = [token for piece in pieces for token in self.encode(piece, add_special_tokens=False)]
         ids += self.data.draw(st.lists(st.integers(0, self.tokenizer.vocab_size - 1), max_size=3))
@@ -103,7 +103,7 @@ class Session:
         return TurnOutput(array("I", ids), text + state.finish())
 
     def answer(self, output: TurnOutput) -> None:
-        """Add what the client sends of the output, or drop messages and go on from there."""
+        """Add the output as its client sends it, perhaps edited, or drop messages instead."""
         edit, text = self.data.draw(EDITS), output.text
         self.is_unchanged = edit in ("none", "trimmed")
         match edit:

@@ -24,7 +24,7 @@ STOPS = st.builds(
 def pushed(
     tokenizer: HuggingFaceTokenizer, ids: Sequence[int], stops: Stops = NO_STOPS
 ) -> tuple[str, int]:
-    """The text and the number of tokens that it took."""
+    """Return the text, and the number of tokens that it took."""
     state = TextState(tokenizer, stops)
     text = ""
     for count, token in enumerate(ids, 1):
@@ -87,7 +87,7 @@ def test_text_with_special_tokens_equals_the_decoded_ids(kind: str, data: st.Dat
 
 
 def is_valid(tokenizer: HuggingFaceTokenizer, token: int) -> bool:
-    """Return whether a token is no incomplete part of a character."""
+    """Return whether a token has no incomplete character."""
     try:
         (tokenizer.token_bytes(token) or b"").decode()
     except UnicodeDecodeError:
@@ -127,7 +127,7 @@ def test_incremental_text_ends_at_first_completed_stop_string(
     text: str, stops: Stops, odd: int
 ) -> None:
     ids = BYTE_LEVEL.encode(text)
-    # Here and there a token that ends the text, among those which occur.
+    # In some examples, one of the tokens is a stop token.
     stops = replace(
         stops, token_ids=stops.token_ids | {ids[odd]} if odd < len(ids) else frozenset()
     )
@@ -136,7 +136,7 @@ def test_incremental_text_ends_at_first_completed_stop_string(
 
 @given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1))
 def test_stop_matcher_holds_back_only_possible_stop_prefix(text: str, strings: list[str]) -> None:
-    """Also while none of them counts."""
+    """This holds even while no stop string can match."""
     matcher = StopMatcher(strings)
     out = ""
     for end, char in enumerate(text, 1):

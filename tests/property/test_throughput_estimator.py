@@ -12,11 +12,11 @@ from router.admission.throughput import ThroughputEstimator, Work, slow_workers
 FACTOR = 2.0
 NOW = 1.0
 
-#: Of one worker: for each second the tokens of a step, and its time.
+#: Steps of one worker, one per second: tokens and duration in seconds.
 histories = st.lists(st.tuples(st.integers(0, 4000), st.floats(0.001, 0.5)), min_size=0, max_size=3)
 
 
-def pace_of(history: list[tuple[int, float]]) -> ThroughputEstimator:
+def estimator_of(history: list[tuple[int, float]]) -> ThroughputEstimator:
     throughput, work = ThroughputEstimator(), Work()
     throughput.measure(work, False, -float(len(history)))
     for second, (tokens, seconds) in enumerate(history, 1 - len(history)):
@@ -33,13 +33,15 @@ def pace_of(history: list[tuple[int, float]]) -> ThroughputEstimator:
 def test_slow_workers_match_pairwise_comparison(
     all_histories: list[list[tuple[int, float]]],
 ) -> None:
-    paces = {str(index): pace_of(history) for index, history in enumerate(all_histories)}
-    seconds = [throughput.step_s for throughput in paces.values() if throughput.step_s]
+    estimators = {str(index): estimator_of(history) for index, history in enumerate(all_histories)}
+    seconds = [throughput.step_s for throughput in estimators.values() if throughput.step_s]
     expected = {
         name
-        for name, throughput in paces.items()
+        for name, throughput in estimators.items()
         if len(seconds) > 1
         and throughput.step_s > median(seconds)
-        and throughput.is_slower([it for it in paces.values() if it is not throughput], FACTOR, NOW)
+        and throughput.is_slower(
+            [it for it in estimators.values() if it is not throughput], FACTOR, NOW
+        )
     }
-    assert slow_workers(paces, FACTOR, NOW) == expected
+    assert slow_workers(estimators, FACTOR, NOW) == expected

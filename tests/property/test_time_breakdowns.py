@@ -27,7 +27,7 @@ from worker.serving.loop import LeadingLoop, Report
 
 @dataclass
 class Seen:
-    """Times of a sequence, as counted by looking at every sequence in every step."""
+    """Expected times of a sequence, counted for every sequence in every step."""
 
     waiting: float = 0.0
     prefill: float = 0.0
@@ -52,14 +52,14 @@ class Share:
 
 @dataclass(frozen=True)
 class View:
-    """Rows of a step by sequence, and the sequences in the batch by its plan."""
+    """Rows of a step by sequence, and all sequences in the batch."""
 
     rows: dict[SequenceKey, Share]
     members: frozenset[SequenceKey]
 
 
 class Watched(Faulty):
-    """Steps take as long as the dice say."""
+    """Runner whose steps take random times."""
 
     def __init__(self, bounds: Limits, run: Run, ahead: bool) -> None:
         model = replace(MODEL, runs_ahead=ahead)
@@ -93,27 +93,30 @@ class WatchedStep:
 
 
 class Run:
-    """A loop under a list of events. ``ahead``, steps are launched so, and only rows fail."""
+    """Loop under a list of events.
+
+    With ``ahead``, steps are launched ahead, and only rows fail.
+    """
 
     def __init__(self, bounds: Limits, dice: Random, ahead: bool = False) -> None:
         self.dice, self.ahead = dice, ahead
         self.now = dice.choice([0.0, 1e3, 1e6])
         self.runner = Watched(bounds, self, ahead)
         self.engine = Engine(self.runner, bounds, launch=self.runner.launch)
-        #: the step whose time passes, and the one that was launched ahead of its end
+        #: the running step, and the one that was launched before its end
         self.passing: View | None = None
         self.next: View | None = None
-        #: how long it has taken
+        #: seconds that the running step has taken
         self.step_s = 0.0
-        #: of who is in the batch, where its prompt ends, and what was computed before it came in
+        #: by sequence of the batch: end of its prefill, and tokens computed before its admission
         self.entries: dict[SequenceKey, tuple[int, int]] = {}
-        #: of the steps that were over in this turn
+        #: times at which steps of this turn ended
         self.ends: list[float] = []
         self.loop = LeadingLoop(self.engine, Inbox(), self.check, None, self.clock)
         self.sequences: dict[SequenceKey, Sequence] = {}
         self.seen: dict[SequenceKey, Seen] = defaultdict(Seen)
         self.begun: set[SequenceKey] = set()
-        self.told: dict[SequenceKey, TimeBreakdown] = {}
+        self.reported: dict[SequenceKey, TimeBreakdown] = {}
         self.aborted: set[SequenceKey] = set()
         self.num_requests = 0
 
@@ -144,7 +147,7 @@ class Run:
         self.begun |= view.rows.keys()
 
     def compute(self) -> None:
-        """The step whose time passes goes on for a while, and is over."""
+        """Let the running step take a random time, and end it."""
         self.pass_time(self.dice.choice([0.0, 0.001, 0.02, 0.3]))
         self.ends.append(self.now)
         view, self.passing = self.passing, None
@@ -163,7 +166,7 @@ class Run:
         return [key for key in view.rows if key in there]
 
     def share_out(self, view: View) -> None:
-        """The step's time, row by row, by what is known of steps."""
+        """Distribute the step's time to its rows by the measured costs of steps."""
         costs = self.loop._breakdowns._costs.now
         cost = {key: costs.row(it.start, it.count) for key, it in view.rows.items()}
         prompts = sum(cost[key] for key, it in view.rows.items() if it.is_prompt)
@@ -221,7 +224,7 @@ class Run:
             for sequence in running[event.preempt :]:
                 self.engine.preempt(sequence)
         self.runner.fault = event.fault if not self.ahead or (event.fault or 0) >= 0 else None
-        # Between two turns; a step may be in flight.
+        # Time passes between two iterations; a step may be in flight.
         self.pass_time(self.dice.choice([0.0, 0.0, 0.001, 0.4]), orders.starts)
         self.ends.clear()
         self.loop.run_iteration(orders)
@@ -229,7 +232,7 @@ class Run:
 
     def check(self, report: Report) -> None:
         breakdowns = {it.key: it.breakdown for it in report.breakdowns}
-        assert len(breakdowns) == len(report.breakdowns), "told twice"
+        assert len(breakdowns) == len(report.breakdowns), "reported twice"
         for outcome in report.outcomes:
             preempted = outcome.update.residence is Residence.PREEMPTED and not outcome.tokens
             if outcome.stop is not None or preempted:
@@ -237,7 +240,7 @@ class Run:
         for it in report.breakdowns:
             if it.key not in self.aborted:
                 self.check_account(it.key, it.breakdown)
-        self.told.update(breakdowns)
+        self.reported.update(breakdowns)
 
     def check_account(self, key: SequenceKey, breakdown: TimeBreakdown) -> None:
         close = 1e-9 * max(1.0, self.now)
@@ -245,7 +248,7 @@ class Run:
         assert breakdown.seconds == pytest.approx(
             breakdown.until - self.sequences[key].arrived_at, abs=close
         )
-        before = self.told.get(key, TimeBreakdown(self.now))
+        before = self.reported.get(key, TimeBreakdown(self.now))
         pairs = zip(before.parts, breakdown.parts, strict=True)
         assert all(now >= then - close for then, now in pairs), "a part became less"
         seen = self.seen[key]
@@ -277,7 +280,7 @@ def test_time_breakdown_parts_add_up_when_launching_ahead(
 
 
 def check_all(this: Run, events: list[Event], drains: bool) -> None:
-    # Sums over steps begin anew after so many.
+    # Sums over steps restart after this number of steps.
     with patch("worker.engine.decodes._MAX_STEPS", this.dice.choice([3, 4096])):
         for event in events:
             this.happen(event)

@@ -27,15 +27,16 @@ from router.admission.queue import AdmissionQueue
 from router.admission.request import QueueKey, Waiting
 
 PROMPT, OUTPUT = 1.0, 2.0
-#: Tokens of all that may run at once, and what they cost at most.
-ROOM = 40
-BOUND = OUTPUT * ROOM
-#: All of the same weight, but for one that is served beside them.
+#: Most tokens of concurrently running requests, and their highest cost.
+CAPACITY = 40
+BOUND = OUTPUT * CAPACITY
+#: Tenants of the same weight, and one of a higher weight.
 TENANTS, HEAVY = ("a", "b", "c"), "heavy"
 
-#: Of a tenant for some steps: in which part of them a request of it comes, and how many tokens its
-#: prompts and its outputs have at most, one by one: else who is fair by prompts is so by outputs.
-LENGTHS = st.integers(1, ROOM // 2)
+#: Habit of a tenant for some steps: probability of a request per step, and longest prompt and
+#: output in tokens. The lengths are independent, because otherwise a share that is fair by prompts
+#: would be fair by outputs too.
+LENGTHS = st.integers(1, CAPACITY // 2)
 HABIT = st.tuples(st.sampled_from([0.0, 0.1, 0.9]), LENGTHS, LENGTHS)
 TIMES = st.lists(st.tuples(HABIT, HABIT, HABIT, HABIT), min_size=1, max_size=8)
 _STEPS = 12
@@ -50,14 +51,17 @@ class Running:
 
     @property
     def tokens(self) -> int:
-        """When it ends."""
+        """Number of tokens at its end."""
         return self.waiting.prefill_tokens + self.waiting.max_tokens
 
 
 class Life:
-    """``beside`` and ``others`` are, of each request that waited, by how much more than its own
-    tenant another one of its weight was served meanwhile: of whom something waited all the time,
-    and any."""
+    """Random life of a queue with fair share.
+
+    ``beside`` and ``others`` have the additional service that another tenant of the same weight
+    received while a request was queued. ``beside`` only has tenants with queued requests all that
+    time.
+    """
 
     def __init__(self, policy: Policy, dice: random.Random) -> None:
         self._share = FairShare(PROMPT, OUTPUT, lambda tenant: 3.0 if tenant == HEAVY else 1.0)
@@ -66,9 +70,9 @@ class Life:
         self._dice = dice
         self._served = dict.fromkeys((*TENANTS, HEAVY), 0.0)
         self._running: list[Running] = []
-        #: by request that waits: when it came, and what had been served by then
+        #: by queued request: when it was queued, and the service of tenants until then
         self._here: dict[str, tuple[int, dict[str, float]]] = {}
-        #: by tenant of whom something waits, since when
+        #: by tenant with queued requests: since when
         self._since: dict[str, int] = {}
         self._moment = 0
         self.beside: list[float] = []
@@ -100,7 +104,7 @@ class Life:
     def _leave(self) -> None:
         while (head := self._queue.peek(self._moment)) is not None:
             running = Running(head, head.max_tokens)
-            if sum(it.tokens for it in self._running) + running.tokens > ROOM:
+            if sum(it.tokens for it in self._running) + running.tokens > CAPACITY:
                 return
             self._judge(head.request_id)
             self._queue.dispatch(head, 0)
@@ -124,7 +128,7 @@ class Life:
                 self.beside.append(self.others[-1])
 
     def _run(self) -> None:
-        """A step. One that runs may lose its worker then."""
+        """Run a step, after which a running request may lose its worker."""
         for each in self._running:
             tenant = tenant_of(each.waiting.request_id)
             self._served[tenant] += OUTPUT
@@ -156,8 +160,8 @@ def test_waiting_tenant_is_passed_by_a_bounded_amount(
 
 
 def test_fair_share_is_bounded_for_mixed_request_lengths() -> None:
-    """All the time: who counted prompts or outputs alone would serve one of them ever more."""
-    half, often = ROOM // 2, 0.9
+    """The bound holds at all times; counting prompts or outputs alone would exceed it."""
+    half, often = CAPACITY // 2, 0.9
     habits: list[Habit] = [(often, 1, half), (often, half, 1), (often, 9, 9), (often, half, half)]
     for seed in range(10):
         life = Life(Fifo(), random.Random(seed))

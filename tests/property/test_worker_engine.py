@@ -22,9 +22,9 @@ from worker.engine.plan import NO_ROWS, LaunchedStep, Plan, RowResult
 from worker.engine.sequence import Sequence
 from worker.runner.fake_runner import FakeRunner, expected_logprobs, expected_tokens
 
-#: Its text repeats itself enough for drafts to be right now and then.
+#: Model whose text repeats itself enough for some drafts to be accepted.
 MODEL = FakeModel(eos_token_id=7, eos_one_in=150, surprise_one_in=4)
-#: Prompts share these beginnings, so that prefixes are hit.
+#: Common prefixes of prompts, for hits in the prefix cache.
 STEMS = [[], *(prompt(length, first) for length, first in ((31, 1), (33, 3), (64, 3), (64, 7)))]
 
 
@@ -67,7 +67,7 @@ class Job:
     def check(self, key: SequenceKey, collected: Collected, is_whole: bool) -> None:
         """Check that the reported tokens are right, and with ``is_whole`` complete."""
         tokens = self.tokens()
-        told = collected.tokens.get(key, [])
+        reported = collected.tokens.get(key, [])
         expected = {"tokens": tokens[self.done :], "logprobs": [], "prompt_logprobs": []}
         if (most := self.sampling.logprobs) is not None:
             whole = [*self.prompt, *tokens]
@@ -75,7 +75,7 @@ class Job:
             expected["logprobs"] = expected_logprobs(whole, first, most, MODEL)
         if (most := self.sampling.prompt_logprobs) is not None:
             expected["prompt_logprobs"] = expected_logprobs(self.prompt, 1, most, MODEL)
-        assert len(collected.logprobs.get(key, [])) in (0, len(told))
+        assert len(collected.logprobs.get(key, [])) in (0, len(reported))
         for name, right in expected.items():
             said = getattr(collected, name).get(key, [])
             assert said == right[: len(said)], name
@@ -112,10 +112,14 @@ def requests(draw: st.DrawFn) -> list[Job]:
 
 @dataclass(frozen=True)
 class Event:
-    """Before a step, perhaps another ``policy`` begins to hold; requests arrive; perhaps the
-    ``abort``-th arrival so far is aborted, all or one choice; perhaps all but ``preempt`` sequences
-    of the batch are preempted; and perhaps there is too little memory for the step (-2), or it
-    fails (-1), or of its rows the ``fault``-th."""
+    """Event before a step.
+
+    ``policy`` takes effect, and ``requests`` arrive. The ``abort``-th arrival so far is aborted:
+    all choices, or one. All but ``preempt`` sequences of the batch are preempted.
+
+    ``fault`` concerns the next step: it lacks memory (-2), it fails (-1), or the row of this number
+    fails.
+    """
 
     requests: list[list[Job]]
     abort: tuple[int, int | None] | None = None
@@ -136,7 +140,7 @@ events = st.lists(
     ),
     max_size=12,
 )
-#: More than there is room for, all at once.
+#: More simultaneous requests than the KV cache holds.
 crowds = st.builds(Event, st.lists(requests(), min_size=3, max_size=6))
 bounds = st.builds(
     limits,
@@ -153,7 +157,7 @@ bounds = st.builds(
 
 
 class Faulty(FakeRunner):
-    """Makes the ``fault`` of an event in the next step."""
+    """Runner whose next step has the ``fault`` of an event."""
 
     fault: int | None = None
     was_short = False
@@ -166,7 +170,7 @@ class Faulty(FakeRunner):
         if self.was_short:
             self._spoil(plan)
             raise MemoryError
-        # Two failed steps in a row are the engine's end.
+        # Two consecutive failed steps end the engine.
         self.has_failed = fault == -1 and not self.has_failed
         if self.has_failed:
             self._spoil(plan)
@@ -177,14 +181,13 @@ class Faulty(FakeRunner):
         return results
 
     def _launch(self, plan: Plan) -> LaunchedStep:
-        """The fault that makes a step fail comes in one of two when it is launched, or else when
-        its results are waited for."""
+        """Launch a step; a failure is raised at the launch of odd steps, else with the results."""
         fault, self.fault = self.fault, None
         self.was_short = fault == -2
         if self.was_short:
             self._spoil(plan)
             raise MemoryError
-        # One that follows a failed step is given up, and does not stand between two of them.
+        # A step that follows a failed one is discarded, so it does not separate two failures.
         fails = fault == -1 and self.num_good >= 2
         self.num_good = 0 if fails else self.num_good + 1
         if fails and plan.step % 2:
@@ -197,7 +200,7 @@ class Faulty(FakeRunner):
 
 
 class Step:
-    """A step that was launched, perhaps with a fault: then what it copied is wrong, too."""
+    """Launched step, perhaps with a fault, after which its copies are wrong too."""
 
     def __init__(
         self, launched: LaunchedStep, spoil: Callable[[], None], fails: bool, fault: int | None
@@ -263,12 +266,12 @@ class Run:
 
     def step(self) -> None:
         before, had_work = self.engine.load(), self.engine.has_work
-        told = len(self.collected.stops)
+        num_ended = len(self.collected.stops)
         self.collected.take(self.engine.step(now=float(before.step)))
         self.engine.check_integrity()
         self.digests.append(self.engine.digest())
         load = self.engine.load()
-        moves = load.num_running or len(self.collected.stops) > told or self.runner.was_short
+        moves = load.num_running or len(self.collected.stops) > num_ended or self.runner.was_short
         assert moves or not had_work, "stands still"
         assert load.counters.accepted_tokens <= load.counters.draft_tokens
         assert load.output_tokens >= before.output_tokens

@@ -1,10 +1,10 @@
-"""Hosts on this machine: namespaces of their own, with an ssh server in each.
+"""Hosts on this machine: Linux namespaces with an ssh server in each.
 
     this machine  10.77.0.1 ── bridge ─┬─ 10.77.0.10  sshd
                                        └─ 10.77.0.11  sshd ...
 
-Of its own a host has processes, an address, /root, /run, /tmp/ray and /dev/shm. Linux, as root,
-with iproute2, openssh-server and rsync.
+Each host has its own processes, address, /root, /run, /tmp/ray and /dev/shm. They require Linux,
+root, iproute2, openssh-server and rsync.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ UsePAM no
 PidFile none
 Subsystem sftp internal-sftp
 """
-#: Python may live below /root, which is to be the host's own.
+#: Start script of a host. Python may be below /root, which is replaced by the host's own directory.
 _LIVE = """\
 set -e
 mount --make-rprivate /
@@ -102,7 +102,7 @@ class Host:
         _ip("link", "set", self._outside, "up")
 
     def run(self, command: str, timeout_s: float = 60.0) -> str:
-        """Over ssh; its standard output. Raises CalledProcessError."""
+        """Run a command over ssh; return its standard output. Raises CalledProcessError."""
         ssh = [
             "ssh",
             "-i",
@@ -120,7 +120,7 @@ class Host:
         return f"ev-{self.name.removeprefix('everlift')}"
 
     def _unshare(self) -> list[str]:
-        # Who ends the first process of a PID namespace ends them all.
+        # Killing the first process of a PID namespace kills all its processes.
         return ["unshare", "--pid", "--mount", "--uts", "--fork", "--kill-child", "--mount-proc"]
 
     def _script(self) -> str:

@@ -1,5 +1,7 @@
-"""`ray up` over ssh to three hosts: a cluster that serves, grows with its queue, loses a cable and
-a host, and goes."""
+"""`ray up` over ssh to three hosts.
+
+The cluster serves, is scaled up, survives a disconnected host and a lost host, and is torn down.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +53,13 @@ SETTINGS: dict[str, Any] = {
 #: A busy machine may need three attempts of 30 s for the start of each node.
 _UP_S = 600.0
 _GROW_S = 480.0
-#: Raylets end when they have missed the head for a minute.
+#: Raylets end after a minute without the head.
 _DOWN_S = 120.0
 
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> None:
-    """Between two tests the cluster stays; the end of all is checked."""
+    """Override the check after each test: the cluster stays, so it runs at the cluster's end."""
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +72,11 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module")
 def cluster(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The cluster's YAML: deploy/ray-up/machines.yaml with these hosts, settings for them, and this
-    environment in the place of an installation."""
+    """Path of the running cluster's YAML.
+
+    It is deploy/ray-up/machines.yaml with these hosts and their settings, and with this environment
+    instead of an installation.
+    """
     staged = tmp_path_factory.mktemp("everlift")
     shutil.copytree(FILES, staged / "deploy" / "ray-up", ignore=shutil.ignore_patterns("secrets"))
     (staged / "deploy" / "ray-up" / "settings.yaml").write_text(yaml.safe_dump(SETTINGS))
@@ -93,7 +98,7 @@ def cluster(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     ray_up(staged, "exec", str(file), stop)
     ray_up(staged, "down", "-y", str(file))
     give_up = time.monotonic() + _DOWN_S
-    # The last host has no power.
+    # The last host is switched off.
     for host in hosts.all[:-1]:
         while left := [line for line in host.run("ps -eo args").splitlines() if _is_ours(line)]:
             assert time.monotonic() < give_up, left
@@ -106,7 +111,7 @@ def _is_ours(process: str) -> bool:
 
 def ray_up(clone: Path, *arguments: str) -> None:
     ray = Path(sys.executable).with_name("ray")
-    # With provider local the second autoscaler adds no node.
+    # With the provider "local", Ray's autoscaler v2 adds no node.
     environment = os.environ | {"RAY_UP_enable_autoscaler_v2": "0"}
     done = subprocess.run(
         [ray, *arguments],
@@ -141,7 +146,7 @@ async def until_workers(client: AsyncClient, count: int, seconds: float) -> list
 
 
 class Load:
-    """Requests all the time, each compared with its right answer."""
+    """Closed-loop requests, ``at_once`` at a time, each compared with its right answer."""
 
     def __init__(self, client: AsyncClient, at_once: int, tokens: int) -> None:
         self.done = 0
@@ -160,7 +165,7 @@ class Load:
             self.done += 1
 
     async def finish(self) -> int:
-        """Raises what went wrong. Requests that were right."""
+        """Stop; return the number of correct requests. Raises the error of a failed one."""
         self._is_over = True
         await asyncio.gather(*self._tasks)
         return self.done
@@ -170,7 +175,7 @@ async def test_cluster_scales_with_queue_and_survives_host_loss(address: str, ho
     async with AsyncClient(address) as client:
         await until_workers(client, 1, _UP_S)
         load = Load(client, at_once=16, tokens=60)
-        # 16 at once are more than one worker's 4: hosts are added, over ssh, until there are three.
+        # 16 concurrent requests exceed a worker's 4 slots: hosts are added until there are three.
         workers = await until_workers(client, 3, _GROW_S)
         assert {worker.address.partition(":")[0] for worker in workers} == {
             host.address for host in hosts.all

@@ -1,2 +1,4 @@
-"""A cluster in virtual time: the routers, workers and clients of the product, on simulated
-processes over a simulated network, with faults as one orders them."""
+"""Cluster in virtual time: simulated processes over a simulated network, with injected faults.
+
+Routers, workers and clients are the product's.
+"""

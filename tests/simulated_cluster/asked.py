@@ -1,4 +1,4 @@
-"""Requests of simulated clients, and their right outputs."""
+"""Requests of simulated clients, and their expected outputs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ WORKERS = WorkerConfig(
     swap_mib=3,
     fake=MODEL,
 )
-#: Faults alone must not use up what a request has.
+#: Faults alone must not exhaust a request's limits of losses.
 ROUTERS = replace(ROUTER, max_losses=100, max_losses_total=100, grace=5.0)
-#: Far more than a request takes where nothing goes wrong.
-_PATIENCE_S = 60.0
+#: Time limit, far above the duration of a request without faults, in seconds.
+_TIMEOUT_S = 60.0
 
 
 class Wrong(AssertionError):
@@ -56,7 +56,7 @@ def _prompt(length: int, first: int) -> list[int]:
     return [(first + i * 7) % 127 + 1 for i in range(length)]
 
 
-#: One of each thing that a continuation has to carry on; the longest prompts come last.
+#: One request for each kind of state that a continuation must keep; the longest prompts come last.
 ASKED: tuple[Asked, ...] = (
     Asked.of(_prompt(5, 1), temperature=0, max_tokens=16),
     Asked.of(_prompt(40, 2), temperature=0, max_tokens=30, session_id="t"),
@@ -107,7 +107,7 @@ def _played_alone(asked: Asked) -> Transcript:
         cluster.start_worker(0)
         unhurried: GenerateOptions = {**asked.arguments(), "timeout_s": None}
         transcript = cluster.submit("calm", asked.prompt, unhurried)
-        cluster.settle(_PATIENCE_S)
+        cluster.settle(_TIMEOUT_S)
     if not transcript.is_complete:
         raise Wrong(f"{asked} fails without a fault: {transcript.error!r}")
     return transcript

@@ -1,4 +1,4 @@
-"""The client's end of simulated gRPC: channels and calls."""
+"""Client's end of simulated gRPC: channels and calls."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ A = TypeVar("A")
 
 
 class SimCall(Generic[Q, A]):
-    """A call of any kind. As with gRPC, reading one that was cancelled raises CancelledError, and
-    one that ended with an error AioRpcError."""
+    """Call of any kind.
+
+    As with gRPC, reading a cancelled call raises CancelledError, and reading a failed one
+    AioRpcError.
+    """
 
     def __init__(
         self,
@@ -68,14 +71,14 @@ class SimCall(Generic[Q, A]):
     # requests
 
     def send(self, request: Q) -> Self:
-        """The one request of a unary call."""
+        """Send the only request of a unary call."""
         if self._server is not None:
             self._requests.put_last(self._serialize(request))
             self._requests.put_last(None)
         return self
 
     def feed(self, requests: AsyncIterable[Q]) -> Self:
-        """The requests of a stream."""
+        """Send the requests of a stream."""
         if self._server is not None:
             self._feeder = self._process.create_task(self._feed(requests))
         return self
@@ -85,7 +88,7 @@ class SimCall(Generic[Q, A]):
             await self._requests.put(self._serialize(request))
         self._requests.put_last(None)
 
-    # its end
+    # end of the call
 
     def cancel(self) -> bool:
         return self._abandon(Status(grpc.StatusCode.CANCELLED, "Locally cancelled"))
@@ -106,7 +109,7 @@ class SimCall(Generic[Q, A]):
             self._serving.cancel()
 
     def break_off(self, cause: str) -> None:
-        """The connection is gone, for both ends."""
+        """Break the connection for both ends."""
         if self._serving is not None and not self._serving.process.is_dead:
             self._serving.process.call_soon(self._serving.cancel)
         if not self._process.is_dead:
@@ -130,7 +133,7 @@ class SimCall(Generic[Q, A]):
     # answers
 
     async def read(self) -> Any:
-        """The next answer; grpc.aio.EOF after the last one."""
+        """Return the next answer; grpc.aio.EOF after the last one."""
         try:
             item = await self._next()
         except asyncio.CancelledError:
@@ -186,7 +189,7 @@ class SimCall(Generic[Q, A]):
         self._settle(Status(grpc.StatusCode.OK))
         return cast("A", answer)
 
-    # how it ended
+    # status
 
     async def code(self) -> grpc.StatusCode:
         return (await self._end()).code

@@ -1,4 +1,4 @@
-"""A simulated client: the client library, and a record of all that it was given."""
+"""Simulated client: the client library, and a record of all that it received."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from everlift.sampling import TokenLogprobs
 
 
 class Repeated(AssertionError):
-    """A token came twice, or one before it never did."""
+    """Raised for a token that was repeated, or that follows a gap."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class Transcript:
     usage: tuple[int, int] | None = None
     error: EverliftError | None = None
     epochs: set[int] = field(default_factory=set)
-    #: of the last attempt to read it: the wire's Timing
+    #: Timing of the last stream of the request
     migrations: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
@@ -58,11 +58,11 @@ class Transcript:
         return sum(len(choice.tokens) for choice in self.choices.values())
 
     def received(self) -> list[list[int]]:
-        """Tokens by choice."""
+        """Return the received tokens by choice."""
         return [self.choices[i].tokens for i in range(max(self.choices, default=-1) + 1)]
 
     def result(self) -> object:
-        """All that may not depend on what went wrong on the way."""
+        """Return all results that faults must not change."""
         choices = [
             (tuple(it.tokens), it.text, tuple(it.logprobs), it.finish_reason)
             for _, it in sorted(self.choices.items())
@@ -70,7 +70,7 @@ class Transcript:
         return choices, self.prompt_logprobs, self.usage
 
     def take(self, chunk: Chunk) -> None:
-        """Raises Repeated."""
+        """Append a chunk; raise Repeated if its offset is not the next one."""
         choice = self.choices[chunk.choice]
         if chunk.offset != len(choice.tokens):
             raise Repeated(f"offset {chunk.offset} after {len(choice.tokens)} tokens")
@@ -80,7 +80,7 @@ class Transcript:
         self.epochs.add(chunk.epoch)
 
     def end(self, stream: Stream) -> None:
-        """The stream is at its end."""
+        """Record the results that a stream has at its end."""
         for index, reason in stream.finish_reasons.items():
             self.choices[index].finish_reason = reason
         self.prompt_logprobs = self.prompt_logprobs or stream.prompt_logprobs
@@ -113,7 +113,7 @@ async def read(
     options: GenerateOptions,
     manners: Manners,
 ) -> None:
-    """A request from its submission to its end."""
+    """Read a request from its submission to its end."""
     options = options | {"request_id": transcript.request_id}
     stream = client.generate(prompt, **options)
     try:
@@ -143,17 +143,17 @@ async def _follow(
     async for chunk in stream:
         transcript.take(chunk)
         if _has(transcript, manners.cancels_after):
-            # Where no router answers it goes on reading, and tries again.
+            # If no router answers, it reads on, and tries again after the next chunk.
             with suppress(EverliftError):
                 await client.cancel(transcript.request_id)
         if _has(transcript, manners.leaves_after):
-            _vanish()
+            _cancel_reader()
         if manners.pause:
             await asyncio.sleep(manners.pause)
 
 
-def _vanish() -> None:
-    """A reader that is cancelled breaks its stream and says nothing."""
+def _cancel_reader() -> None:
+    """Cancel the reader, which breaks its stream without a message."""
     task = asyncio.current_task()
     assert task is not None
     task.cancel()
@@ -164,6 +164,6 @@ def _has(transcript: Transcript, count: int | None) -> bool:
 
 
 def addresses(routers: Sequence[str], first: int) -> list[str]:
-    """All of them, beginning with one."""
+    """Return all addresses, rotated so that the one at ``first`` is the first."""
     at = first % len(routers)
     return [*routers[at:], *routers[:at]]

@@ -1,10 +1,10 @@
-"""Virtual time: simulated processes, each with an event loop of its own, on one clock.
+"""Virtual time: simulated processes on one clock, each with an event loop of its own.
 
-    now ---> the next callback or timer of any process runs; nothing ever waits ---> now'
+    now ---> the next callback or timer of any process runs, without waiting ---> now'
 
-A process that is frozen runs nothing, while the clock goes on: when it thaws, all that has become
-due happens late and at once, as after SIGSTOP and SIGCONT. A process that is killed runs nothing
-any more, and nobody hears of what its tasks do as they are taken apart.
+A frozen process runs nothing while the clock advances. When it thaws, all that has become due
+happens late and at once, as after SIGSTOP and SIGCONT. A killed process runs nothing any more, and
+the actions of its tasks during their cancellation have no effect.
 
 The same calls in the same order make the same history.
 """
@@ -24,38 +24,39 @@ from typing import Any, TypeVar, TypeVarTuple
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-#: Monotonic clocks do not begin at 0, and code that takes 0 for long ago relies on that.
+#: Start of the clock. Monotonic clocks do not start at 0, and code that takes 0 for long ago relies
+#: on that.
 _BEGINNING = 1_000.0
-#: Callbacks in one moment; real code comes nowhere near.
+#: Most callbacks at one time; real code needs far fewer.
 _MAX_CALLBACKS = 200_000
-#: What is left of a process is cancelled so many times at most.
+#: Most rounds in which the tasks of a killed process are cancelled.
 _MAX_ROUNDS = 100
 
 
 class NothingHappens(Exception):
-    """Every process waits for something that no timer and no other process will bring."""
+    """Raised when every process waits, but no callback or timer is left."""
 
 
 class Endless(Exception):
-    """Time stands still: callbacks call callbacks for ever."""
+    """Raised when callbacks schedule callbacks without end, so that time stands still."""
 
 
 class Clock:
-    """``now`` in seconds, and all processes that live by it."""
+    """Clock with the present time ``now`` in seconds, and its processes."""
 
     def __init__(self) -> None:
         self.now = _BEGINNING
         self._loops: list[VirtualLoop] = []
-        #: what simulated code raised and nobody caught, by process
+        #: uncaught errors of simulated code, with the process's name
         self.uncaught: list[tuple[str, BaseException | str]] = []
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the beginning."""
+        """Seconds since the start."""
         return self.now - _BEGINNING
 
     def process(self, name: str) -> VirtualLoop:
-        """A new one, alive."""
+        """Start a process."""
         loop = VirtualLoop(name, self)  # type: ignore[abstract]  # it has no sockets
         self._loops.append(loop)
         return loop
@@ -64,15 +65,17 @@ class Clock:
         self._loops.remove(loop)
 
     def close(self) -> None:
-        """The end of all processes."""
+        """Kill all processes."""
         for loop in self._loops:
             loop.is_dead = True
         for loop in tuple(self._loops):
             loop.kill()
 
     def run(self, task: asyncio.Future[T], limit: float) -> T:
-        """Until the task is done: its result. Raises TimeoutError where it takes longer than
-        ``limit`` seconds, NothingHappens, Endless."""
+        """Run until the task is done, and return its result.
+
+        Raises TimeoutError after ``limit`` seconds, NothingHappens and Endless.
+        """
         self.run_until(task.done, limit)
         return task.result()
 
@@ -83,7 +86,7 @@ class Clock:
         self.now = end
 
     def run_until(self, condition: Callable[[], bool], limit: float) -> None:
-        """Raises as ``run`` does."""
+        """Run until ``condition`` holds; raise errors as ``run`` does."""
         end = self.now + limit
         while not condition():
             at = self._next()
@@ -94,12 +97,12 @@ class Clock:
             self._advance(at)
 
     def _next(self) -> float | None:
-        """When something happens next; ``now`` where something is ready."""
-        moments = [at for loop in self._loops if (at := loop.next_event()) is not None]
-        return min(moments, default=None)
+        """Return the time of the next callback or timer, or None if there is none."""
+        times = [at for loop in self._loops if (at := loop.next_event()) is not None]
+        return min(times, default=None)
 
     def _advance(self, at: float) -> None:
-        """Run everything that is due at this moment, process by process, until nothing is left."""
+        """Run all that is due at this time, process by process, until nothing is due."""
         now = self.now = max(self.now, at)
         for _ in range(_MAX_CALLBACKS):
             due = [loop for loop in self._loops if loop.is_due(now)]
@@ -111,8 +114,10 @@ class Clock:
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """The event loop of one simulated process. It has no sockets, signals or threads; what would go
-    to a thread runs in place."""
+    """Event loop of a simulated process, without sockets, signals and threads.
+
+    Functions for a thread run in place.
+    """
 
     def __init__(self, name: str, clock: Clock) -> None:
         self.name = name
@@ -123,7 +128,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._tickets = count()
 
-    # one process among others
+    # one of several processes
 
     def next_event(self) -> float | None:
         now = self._clock.now
@@ -138,12 +143,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return max(at, self.frozen_until)
 
     def is_due(self, now: float) -> bool:
-        """Something is ready to run."""
+        """Return whether anything is ready to run."""
         is_ripe = self._ready or (self._timers and self._timers[0][0] <= now)
         return bool(is_ripe) and self.frozen_until <= now
 
     def run_due(self) -> None:
-        """Runs what is ready, and what that makes ready, until nothing is."""
+        """Run ready callbacks and due timers, and those that they schedule, until none is left."""
         hooks, outer = sys.get_asyncgen_hooks(), events._get_running_loop()
         events._set_running_loop(self)
         sys.set_asyncgen_hooks(finalizer=self._finish_generator)
@@ -185,7 +190,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self.run_due()
         raise Endless(f"tasks of {self.name} do not end")
 
-    # an event loop
+    # interface of an event loop
 
     def time(self) -> float:
         return self._clock.now
@@ -224,7 +229,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        """Timers of the same moment run in the order in which they were set."""
+        """Schedule a timer; timers of the same time run in the order of scheduling."""
         handle = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._tickets), handle))
         return handle

@@ -1,8 +1,8 @@
-"""A simulated cluster: replicas of the router, workers, a ledger and clients, each in a process of
-its own, and the faults that can strike them.
+"""Simulated cluster: replicas of the router, workers, a ledger and clients, and their faults.
 
-Everything but network, ledger server and the model's arithmetic is the product's own code. A part
-is named by its index; one that is started again lives at its old address.
+Each router and worker is a process. All but network, ledger server and the model's arithmetic is
+the product's own code. A part is named by its index; when it is started again, it has its old
+address.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from worker.config import FakeModel, WorkerConfig
 from worker.engine.sequence import NO_SLOT
 
 _PUBLIC, _INTERNAL = 1, 2
-#: One way, on a network or to the ledger.
+#: One-way latency of the network and to the ledger.
 _LATENCY_S = 0.0002
-#: Between the end of a router that found no ledger and its next try.
+#: Seconds until a router that found no ledger is started again.
 _REVIVE_S = 0.5
 
 ROUTER = RouterConfig(model="fake", drain=1.0)
@@ -40,7 +40,7 @@ WORKER = WorkerConfig(model="fake", num_blocks=256, fake=FakeModel(step_time=0.0
 
 @dataclass(slots=True)
 class _RouterProcess:
-    """``router`` is there when it is ready."""
+    """Process of a router; ``router`` is None until it is ready."""
 
     process: VirtualLoop
     router: Router | None = None
@@ -59,7 +59,7 @@ class SimCluster:
         self.ledger = LedgerServer(self.clock, latency)
         self.routers: dict[int, _RouterProcess] = {}
         self.workers: dict[int, SimWorker] = {}
-        #: requests that no worker survives computing
+        #: requests whose computation kills the worker
         self.poison: set[str] = set()
         self.transcripts: dict[str, Transcript] = {}
         self._router_config = router_config
@@ -81,7 +81,7 @@ class SimCluster:
     ) -> None:
         self.clock.close()
 
-    # its parts
+    # parts
 
     def start_router(self, index: int) -> None:
         """Start a router, which serves a moment later, or as soon as the ledger answers."""
@@ -142,7 +142,7 @@ class SimCluster:
         router: int = 0,
         api_key: str | None = None,
     ) -> Transcript:
-        """A client comes, to one of the routers first."""
+        """Let a client submit a request, first to the router with index ``router``."""
         transcript = self.transcripts[request_id] = Transcript(request_id)
         client = AsyncClient(
             addresses(self._addresses, router),
@@ -156,11 +156,11 @@ class SimCluster:
 
     @property
     def is_settled(self) -> bool:
-        """Every client is served."""
+        """True if every client is served."""
         return all(task.done() for task in self._reading.values())
 
     def settle(self, limit: float) -> None:
-        """Until every client is served. Raises TimeoutError, and what a client found wrong."""
+        """Run until every client is served; raise TimeoutError, and errors that clients found."""
         self.clock.run_until(lambda: self.is_settled, limit)
         for task in self._reading.values():
             task.result()
@@ -205,7 +205,7 @@ class SimCluster:
         self.network.reset(self.routers[router].process, self.workers[worker].process)
 
     def _taste(self, index: int, worker: SimWorker) -> None:
-        """Poison strikes in the middle of a step; the worker is started again at once."""
+        """Kill a worker in the middle of a step with poison, and start it again at once."""
         running = [s for s in worker.engine.sequences() if s.slot != NO_SLOT]
         if any(sequence.request_id in self.poison for sequence in running):
             self.network.call_soon(self._revive_worker, index, worker)
@@ -215,14 +215,14 @@ class SimCluster:
             self.kill_worker(index)
             self.start_worker(index)
 
-    # what is true of it
+    # state
 
     def audit(self) -> list[Item]:
-        """All that the ledger holds."""
+        """Return all that the ledger holds."""
         return self.clock.run(self.desk.create_task(self.ledger.audit()), limit=1.0)
 
     def leaders(self) -> list[int]:
-        """Routers that believe to lead."""
+        """Return the routers that consider themselves the leader."""
         return [i for i, part in self.ready_routers() if part.leader.is_leading]
 
     def ready_routers(self) -> list[tuple[int, Router]]:

@@ -1,6 +1,6 @@
-"""A history: requests and faults, each at its moment; played on a simulated cluster, and judged.
+"""Histories of requests and faults at given times, played on a simulated cluster and judged.
 
-events ---> everything heals ---> every client is served ---> judgement
+events ---> all faults are healed ---> all clients are served ---> judgement
 """
 
 from __future__ import annotations
@@ -28,37 +28,40 @@ from worker.config import WorkerConfig
 
 
 class Kind(Enum):
-    #: a client comes to router ``other`` with request ``which`` of those of ASKED that fit the KV
-    #: cache
+    #: a client submits request ``which`` of those of ASKED that fit the KV cache, to router
+    #: ``other``
     SUBMIT = "submit"
     KILL_WORKER = "kill worker"
     FREEZE_WORKER = "freeze worker"
-    #: it hands back what it has, ends, and another one comes
+    #: the worker is drained, ends, and is started again
     DRAIN_WORKER = "drain worker"
     SLOW_WORKER = "slow worker"
-    #: each worker preempts its sequences and evicts cached blocks, in all its KV cache, in half or
-    #: in a third of it
+    #: each worker preempts its sequences and evicts cached blocks, in all, a half or a third of its
+    #: KV cache
     FILL_CACHES = "fill caches"
     KILL_ROUTER = "kill router"
     STOP_ROUTER = "stop router"
     FREEZE_ROUTER = "freeze router"
-    #: whoever that is
+    #: the present leader
     FREEZE_LEADER = "freeze leader"
-    #: between router ``which`` and worker ``other``
+    #: the link between router ``which`` and worker ``other``
     CUT = "cut"
     RESET = "reset"
     LEDGER_AWAY = "ledger away"
     LEDGER_SLOW = "ledger slow"
-    #: its server restarts, without its last ``seconds``
+    #: the server restarts without the last ``seconds``, at most one
     LEDGER_ROLLBACK = "ledger rollback"
-    #: the next calls of the ledger fail in the way ``which``
+    #: one to four calls of the ledger fail in the way ``which``
     LEDGER_TROUBLE = "ledger trouble"
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """``after`` seconds from the event before. ``which`` and ``other`` are taken modulo what there
-    is. ``seconds`` is how long it lasts, or until what was killed is there again."""
+    """Event of a history, ``after`` seconds after the previous one.
+
+    ``which`` and ``other`` select parts, modulo the number of parts. ``seconds`` is the duration of
+    a fault, or the time until a killed part is started again.
+    """
 
     after: float
     kind: Kind
@@ -94,8 +97,11 @@ def play(
     router_config: RouterConfig = ROUTERS,
     worker_config: WorkerConfig = WORKERS,
 ) -> Played:
-    """Raises Wrong, TimeoutError and NothingHappens where somebody is never served."""
-    random.seed(history.seed)  # of the clients' backoff
+    """Play a history, and judge it.
+
+    Raises Wrong, or TimeoutError or NothingHappens if a client is never served.
+    """
+    random.seed(history.seed)  # used by the clients' backoff
     config = replace(worker_config, num_blocks=history.num_blocks)
     with SimCluster(router_config, config) as cluster, listening() as complaints:
         player = _Player(history, cluster)
@@ -108,8 +114,7 @@ class _Player:
     def __init__(self, history: History, cluster: SimCluster) -> None:
         self.cluster = cluster
         self.asked: dict[str, tuple[Asked, Manners]] = {}
-        #: tokens that were delivered without the ledger, or that it has lost, may be gone with the
-        #: gateway that had them
+        #: whether tokens may be lost with their gateway, because the ledger lost them or was away
         self.may_lose = False
         self._history = history
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
@@ -139,7 +144,7 @@ class _Player:
         heapq.heappush(self._agenda, (self.cluster.clock.now + seconds, next(self._tickets), act))
 
     def _heal(self) -> None:
-        """All that was begun comes to its end."""
+        """Run all pending actions, and wait until no cache is being filled."""
         while self._agenda:
             self._run_for(max(0.0, self._agenda[0][0] - self.cluster.clock.now))
         workers = self.cluster.workers

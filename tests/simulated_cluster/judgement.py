@@ -1,8 +1,8 @@
 """Conditions that a simulated cluster must meet after all its faults.
 
-A client has the output of the same request in a cluster without faults, or the beginning of it and
-an error that has a reason. Every request is final in the ledger. No process that was fenced off
-changed anything there. Workers have no sequences left. No unexpected error was logged.
+A client has the output of the same request in a cluster without faults, or a prefix of it and an
+error that has a reason. Every request is final in the ledger. No fenced-off process changed
+anything there. Workers have no sequences left. No unexpected error was logged.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tests.simulated_cluster.asked import ROUTERS, Asked, Wrong, undisturbed
 from tests.simulated_cluster.client import Manners, Transcript
 from tests.simulated_cluster.cluster import SimCluster
 
-#: Virtual seconds in which a healed cluster serves everybody.
-_PATIENCE_S = 120.0
-#: And what was done for the last of them is over, and what nobody acknowledged no longer counts.
+#: Time limit for a healed cluster to serve all clients, in virtual seconds.
+_TIMEOUT_S = 120.0
+#: Virtual seconds until remaining work has ended and unacknowledged reservations have expired.
 _REST_S = 1.5
 
 
@@ -41,10 +41,12 @@ def finish(
     may_lose: bool = False,
     may_fail: Sequence[str] = (),
 ) -> None:
-    """Lets everybody be served, and judges. ``complaints`` is what was logged as an error. Where
-    the ledger lost something, its client ``may_lose`` it too, if it is told; the requests of
-    ``may_fail`` may end with any error. Raises Wrong, TimeoutError."""
-    cluster.settle(_PATIENCE_S)
+    """Wait until all clients are served, and judge; raise Wrong or TimeoutError.
+
+    ``complaints`` are the logged errors. With ``may_lose``, requests may end with DataLoss or
+    UnknownRequest, because the ledger lost data. The requests ``may_fail`` may end with any error.
+    """
+    cluster.settle(_TIMEOUT_S)
     _wait_for_the_forgotten(cluster)
     if cluster.ledger.breaches:
         raise Wrong(f"no fence: {cluster.ledger.breaches}")
@@ -67,7 +69,7 @@ def finish(
 
 def _wait_for_the_forgotten(cluster: SimCluster) -> None:
     """Wait until requests that no client reads have ended too."""
-    end = cluster.clock.now + _PATIENCE_S
+    end = cluster.clock.now + _TIMEOUT_S
     while unfinished := _unfinished(cluster):
         if cluster.clock.now > end:
             raise Wrong(f"unfinished: {unfinished}")
@@ -117,12 +119,12 @@ def _judge_explanations(cluster: SimCluster) -> None:
         if isinstance(item, Audited):
             request_id = item.entry.request_id
             explanation = cluster.ledger.explained(request_id)
-            told_s = sum(span.seconds for span in explanation.spans)
+            explained_s = sum(span.seconds for span in explanation.spans)
             whole_s = accepting_s(explanation) + cluster.ledger.age_s(request_id)
             allowed_s = max(1e-3, 0.01 * whole_s)
-            if not -allowed_s < told_s - whole_s < allowed_s + _behind_s(explanation):
+            if not -allowed_s < explained_s - whole_s < allowed_s + _behind_s(explanation):
                 raise Wrong(
-                    f"{request_id} took {whole_s} s, and of {told_s} s it is told: {explanation}"
+                    f"{request_id} took {whole_s} s, {explained_s} s explained: {explanation}"
                 )
 
 
@@ -156,7 +158,7 @@ def _judge_index(cluster: SimCluster) -> None:
 
 
 def _judge_leaders(cluster: SimCluster) -> None:
-    """Check that leaders have no requests that are over."""
+    """Check that leaders have no queued or running requests left."""
     for index, router in cluster.ready_routers():
         leader = router.leader
         if leader.queued or leader.running:
@@ -179,8 +181,7 @@ def _judge_workers(cluster: SimCluster) -> None:
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
-    """Collects what is logged as an error. What is less is not logged at all: faults make much of
-    it."""
+    """Collect what is logged as an error; lower levels are off, because faults log much there."""
     handler, root = _Errors(), logging.getLogger()
     before = root.manager.disable
     root.addHandler(handler)

@@ -1,10 +1,10 @@
-"""The ledger of a simulated cluster: one in memory, with what a server and the way to it add.
+"""Ledger of a simulated cluster: a ledger in memory behind a simulated server and network.
 
-Each process has a view of its own, whose calls take time, and fail as calls of a server do: its
-answers may be late, be lost, or never come, and the server may restart without its last moves.
+Each process has a view of its own, whose calls take time and fail as those of a server do. Answers
+may be late, be lost or never come, and the server may restart without its last moves.
 
-It looks at every move that is fenced: whoever was fenced off makes the same tokens as its
-successor, so that nobody else would see that a fence is missing.
+The server checks every fenced move. A fenced-off process generates the same tokens as its
+successor, so that a missing fence would otherwise not be noticed.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ from tests.simulated_cluster.clock import Clock, VirtualLoop
 
 T = TypeVar("T")
 
-#: A call made again is not the call of somebody else: the product's client names each call.
+#: Calls that the product's client gives an id, so that a server recognises a retry.
 _NAMED = frozenset({"open", "take_over", "charge"})
 
 
 class Trouble(Enum):
     """Trouble of a single call."""
 
-    #: the client did not hear the answer, and asked again
+    #: the answer was lost, and the client retried
     ASKED_TWICE = "asked twice"
-    #: the move happened, and its answer never came
+    #: the move was made, but its answer was lost
     ANSWER_LOST = "answer lost"
-    #: the move never happened
+    #: the move was not made
     CALL_LOST = "call lost"
 
 
 class LedgerServer:
-    """``memory`` is what it knows. Ledger time is not the clock of the processes."""
+    """Server with the contents ``memory``; its time differs from the processes' clock."""
 
     def __init__(self, clock: Clock, latency: float) -> None:
         self._clock = clock
         self._latency = latency
         self.memory = MemoryLedger(lambda: clock.now + 1e9)
         self._generation = 1
-        #: every call takes so much longer
+        #: additional latency of every call, in seconds
         self.delay = 0.0
         self._away_until = 0.0
-        #: says what becomes of a call of this name
+        #: returns the trouble of a call of this name
         self.trouble: Callable[[str], Trouble | None] = lambda name: None
-        #: moves of those who were fenced off
+        #: changes by fenced-off processes
         self.breaches: list[str] = []
 
     def view(self, process: VirtualLoop) -> Ledger:
-        """The ledger as this process sees it."""
+        """Return the ledger as this process sees it."""
         return cast("Ledger", _View(self, process))
 
-    # what can happen to it
+    # faults and inspection
 
     def end_lease(self, seconds: float) -> None:
         """Answer no call for ``seconds``; the contents stay."""
@@ -96,13 +96,13 @@ class LedgerServer:
         return _at_once(self.memory.events(request_id))[-1].time - entry.arrived
 
     async def audit(self) -> list[Item]:
-        """All that it holds."""
+        """Return all that the ledger holds."""
         return [item async for item in self.memory.audit().items()]
 
-    # what its views need
+    # interface of the views
 
     async def call(self, process: VirtualLoop, name: str, *args: Any, **options: Any) -> Any:
-        """Raises LedgerUnavailable, and what the move raises."""
+        """Make a call of a process; raise LedgerUnavailable, and what the move raises."""
         trouble = self.trouble(name)
         await self._travel(process)
         if trouble is Trouble.CALL_LOST:
@@ -140,7 +140,7 @@ class LedgerServer:
         return answer
 
     async def _under(self, epoch: int, request_id: str, name: str, making: Awaitable[T]) -> T:
-        """A move that only the worker of this epoch may make."""
+        """Make a move that only the worker of this epoch may make."""
 
         def may(entry: Entry) -> bool:
             return entry.state is State.RUNNING and entry.epoch == epoch
@@ -150,8 +150,11 @@ class LedgerServer:
     async def _fenced(
         self, may: Callable[[Entry], bool], request_id: str, name: str, making: Awaitable[T]
     ) -> T:
-        """A move that changes nothing unless it ``may``, by the entry before it. It is made in one
-        stroke: a ledger in memory waits for nothing."""
+        """Make a move; record a breach if it changes an entry that it must not change.
+
+        ``may`` decides by the entry before the move. The move is atomic, because a ledger in memory
+        never waits.
+        """
         before = self.peek(request_id)
         try:
             return await making
@@ -175,7 +178,7 @@ class LedgerServer:
 
 
 def _at_once(asked: Coroutine[Any, Any, T]) -> T:
-    """The answer of a ledger in memory, which waits for nothing."""
+    """Return the answer of a ledger in memory, which never waits."""
     try:
         asked.send(None)
     except StopIteration as answered:
@@ -184,7 +187,7 @@ def _at_once(asked: Coroutine[Any, Any, T]) -> T:
 
 
 class _View:
-    """Every method of Ledger, through the server's ``call``."""
+    """Ledger whose methods are calls of the server."""
 
     def __init__(self, server: LedgerServer, process: VirtualLoop) -> None:
         self._server = server
@@ -197,4 +200,4 @@ class _View:
         return call
 
     async def close(self) -> None:
-        """No server is asked for that."""
+        """Do nothing, because no server is called for that."""

@@ -1,12 +1,14 @@
-"""The network of a simulated cluster: gRPC's interface, without sockets, in virtual time.
+"""Network of a simulated cluster: gRPC's interface without sockets, in virtual time.
 
     channel -> call ==== requests ===>  handler of a server
                     <=== answers =====  and its status
 
-What is sent arrives after ``latency``, in order, as the bytes that it is: two processes never share
-a message. A link between two processes can be cut for a while; what is sent meanwhile arrives when
-it heals, unless that takes so long that both ends give the connection up. A process that is killed
-breaks its calls; one that is frozen answers nothing, which others notice as they would in gRPC.
+Messages arrive after ``latency``, in order and serialised: two processes never share a message. A
+link between two processes can be cut for a while. Messages that are sent meanwhile arrive when it
+heals, unless that takes so long that both ends give up the connection.
+
+A killed process breaks its calls. A frozen process answers nothing, which others notice as they
+would with gRPC.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ from tests.simulated_cluster.clock import Clock, VirtualLoop
 
 Ts = TypeVarTuple("Ts")
 
-#: A connection on which nothing comes for so long is given up (everlift.channels).
+#: Seconds without a message after which a connection is given up (everlift.channels).
 KEEPALIVE_S = 15.0
 
-#: Two processes that may send each other something.
+#: Two processes that may exchange messages.
 Link = frozenset[VirtualLoop]
 
 
@@ -40,12 +42,12 @@ class Connection(Protocol):
     def link(self) -> Link: ...
 
     def break_off(self, cause: str) -> None:
-        """End the connection, for both ends."""
+        """End the connection for both ends."""
         ...
 
 
 class Network:
-    """``latency`` is one way, in seconds."""
+    """Network whose one-way ``latency`` is in seconds."""
 
     def __init__(self, clock: Clock, latency: float) -> None:
         self.clock = clock
@@ -54,14 +56,14 @@ class Network:
         self._servers: dict[str, Bound] = {}
         self._closed_until: dict[Link, float] = {}
         self._calls: dict[Connection, None] = {}
-        #: watches over connections
+        #: process that gives up silent connections
         self._keeper = clock.process("network")
 
     def call_soon(self, callback: Callable[[*Ts], object], *args: *Ts) -> None:
-        """Outside of every process of the cluster."""
+        """Call back outside of every process of the cluster."""
         self._keeper.call_soon(callback, *args)
 
-    # what can happen to it
+    # faults
 
     def cut(self, one: VirtualLoop, other: VirtualLoop, seconds: float) -> None:
         """Let nothing pass between the two processes, in either direction."""
@@ -77,7 +79,7 @@ class Network:
                     call.break_off("keepalive watchdog timeout")
 
     def reset(self, one: VirtualLoop, other: VirtualLoop) -> None:
-        """Every call between the two breaks, at both ends."""
+        """Break every call between the two processes, at both ends."""
         for call in tuple(self._calls):
             if call.link == frozenset((one, other)):
                 call.break_off("connection reset")
@@ -100,10 +102,10 @@ class Network:
             if process in call.link:
                 self.send(call.link, self._keeper, call.break_off, "connection reset by peer")
 
-    # what its parts need
+    # interface of channels and servers
 
     def bind(self, address: str, server: Bound) -> int:
-        """Takes the address, or a free port of its host; 0 where it is taken."""
+        """Bind the address, or a free port of its host; return the port, or 0 if it is taken."""
         host, _, port = address.rpartition(":")
         bound = int(port) or next(self._ports)
         if f"{host}:{bound}" in self._servers:
@@ -116,7 +118,7 @@ class Network:
             del self._servers[address]
 
     def unbind_all(self, process: VirtualLoop) -> None:
-        """The process has no server any more."""
+        """Remove all servers of the process."""
         for address in [a for a, s in self._servers.items() if s.process is process]:
             del self._servers[address]
 
@@ -136,7 +138,7 @@ class Network:
         arrive: Callable[..., object],
         *args: object,
     ) -> None:
-        """Calls ``arrive`` in the process ``to`` when what is sent now is there."""
+        """Call ``arrive`` in the process ``to`` when a message that is sent now arrives."""
         to.call_at(self._arrival(link), self._arrive, link, to, arrive, args)
 
     def _arrival(self, link: Link) -> float:

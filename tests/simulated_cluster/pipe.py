@@ -1,4 +1,4 @@
-"""Pipe: one direction of a simulated call; and the status with which a call ends."""
+"""Pipe, one direction of a simulated call, and the status with which a call ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.simulated_cluster.network import Link, Network
 T = TypeVar("T")
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
-#: Messages that may be under way in one direction of a call.
+#: Most unread messages in one direction of a call.
 _WINDOW = 64
 
 
@@ -28,13 +28,14 @@ class Status:
     metadata: Metadata = ()
 
 
-#: What goes to a server, None after the last, and what comes from it, a Status after the last.
+#: Messages to a server, the last of which is None, and from a server, the last of which is a
+#: Status.
 Sent: TypeAlias = bytes | None
 Received: TypeAlias = bytes | Status
 
 
 class Pipe(Generic[T]):
-    """``put`` at one end, ``get`` at the other: two processes hold it."""
+    """Messages from one process to another: one end puts them, the other gets them."""
 
     def __init__(
         self, network: Network, link: Link, writer: VirtualLoop, reader: VirtualLoop
@@ -45,19 +46,19 @@ class Pipe(Generic[T]):
         self._under_way: deque[T] = deque()
         self._arrived: deque[T] = deque()
         self._unread = 0
-        self._has_room = asyncio.Event()
-        #: set when something comes
+        self._has_capacity = asyncio.Event()
+        #: set when a message arrives
         self.has_come = asyncio.Event()
 
     async def put(self, item: T) -> None:
-        """Waits while the other end does not read."""
+        """Put a message; wait while the other end does not read."""
         while self._unread >= _WINDOW:
-            self._has_room.clear()
-            await self._has_room.wait()
+            self._has_capacity.clear()
+            await self._has_capacity.wait()
         self.put_last(item)
 
     def put_last(self, item: T) -> None:
-        """Without waiting for room."""
+        """Put a message without waiting for the other end."""
         if not self._writer.is_dead:
             self._unread += 1
             self._under_way.append(item)
@@ -68,12 +69,12 @@ class Pipe(Generic[T]):
         self.has_come.set()
 
     def __bool__(self) -> bool:
-        """Return whether there is something to take."""
+        """Return whether a message has arrived."""
         return bool(self._arrived)
 
     def take(self) -> T:
         self._unread -= 1
-        self._writer.call_soon(self._has_room.set)
+        self._writer.call_soon(self._has_capacity.set)
         return self._arrived.popleft()
 
     async def get(self) -> T:

@@ -1,4 +1,4 @@
-"""Workers of a simulated cluster that come and go as the autoscaler says."""
+"""Workers of a simulated cluster that an autoscaler starts and drains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from everlift.errors import LedgerUnavailable
 from tests.simulated_cluster.cluster import SimCluster
 
 _DECIDES_EVERY_S = 0.2
-#: A worker that leaves has so long to hand back what it has.
+#: Seconds that a worker has to drain.
 _LEAVES_IN_S = 1.5
 
 
@@ -30,7 +30,7 @@ class SimReplicas:
         self._process = cluster.clock.process("controller")
         self._ledger = cluster.ledger.view(self._process)
         self._names = count()
-        #: asked for, in this order; a worker is there when its task has ended
+        #: requested workers, the oldest first; a worker is available when its task has ended
         self._asked: dict[int, asyncio.Task[None]] = {}
         self._process.create_task(self._run())
 

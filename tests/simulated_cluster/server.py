@@ -1,4 +1,4 @@
-"""The server's end of simulated gRPC."""
+"""Server's end of simulated gRPC."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class SimServer:
         self._handlers.extend(handlers)
 
     def add_registered_method_handlers(self, service: str, handlers: object) -> None:
-        """The generic ones are the same."""
+        """Do nothing, because the generic handlers are the same."""
 
     def listen(self, address: str) -> int:
-        """Raises OSError where somebody else has the port."""
+        """Bind the address and return the port; raise OSError if it is taken."""
         if not (port := self._network.bind(address, self)):
             raise OSError(f"{address} is taken")
         return port
@@ -107,7 +107,7 @@ class Serving:
         try:
             await self._handle()
         except grpc.aio.AbortError:
-            # The status says so.
+            # The status has the cause.
             pass
         except asyncio.CancelledError:
             if self._status.code is grpc.StatusCode.OK:

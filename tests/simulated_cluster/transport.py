@@ -1,4 +1,4 @@
-"""The simulated network as one process sees it."""
+"""Simulated network as one process sees it."""
 
 from __future__ import annotations
 

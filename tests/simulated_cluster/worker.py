@@ -1,5 +1,7 @@
-"""A simulated worker: sessions, loop, scheduler and server of the product over the fake runner,
-whose steps take virtual time."""
+"""Simulated worker, whose steps take virtual time.
+
+Sessions, loop, scheduler and server are the product's; the runner is the fake one.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from worker.serving.sessions import Grammars, Sessions
 
 
 class _Orders(Inbox):
-    """Wakes a task instead of a thread."""
+    """Inbox that wakes a task instead of a thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +59,7 @@ _FILL_EPOCHS = 1 << 40
 #: Priority of these sequences, above those of requests.
 _FILL_PRIORITY = 1 << 20
 
-#: Makes what computes. It says how long each step takes.
+#: Builder of runner and grammars; the runner reports the duration of each step in seconds.
 Build = Callable[[WorkerConfig, Callable[[float], None]], tuple[Runner, Grammars]]
 
 
@@ -73,7 +75,7 @@ def build_fake(
 
 
 class SimWorker:
-    """Lives in ``process``. ``looked_at`` is called with it in the middle of each step."""
+    """Worker in ``process``; it is passed to ``looked_at`` in the middle of each step."""
 
     def __init__(
         self,
@@ -129,7 +131,7 @@ class SimWorker:
         )
 
     async def run(self, routers: list[str]) -> None:
-        """Serves, announces itself, and steps until cancelled."""
+        """Serve, announce the worker, and step until cancelled."""
         await self.server.start(self.info)
         announcer = Announcer(self.info, routers, self._transport)
         async with asyncio.TaskGroup() as tasks:
@@ -187,18 +189,18 @@ class SimWorker:
         return bool(self._filling)
 
     def device_chunks(self) -> set[int]:
-        """Return the chunks that its KV cache has."""
+        """Return the chunks in its KV cache."""
         pool = self.engine._scheduler._batch._pool
         hashes = map(pool.hash_of, range(pool.num_blocks))
         return {chunk_id(it) for it in hashes if it in pool._chunks}
 
     def host_chunks(self) -> set[int]:
-        """Return the chunks that its host memory has."""
+        """Return the chunks in its host memory."""
         store = self.engine._scheduler._batch._store
         return {chunk_id(it) for it in store._stored if it in store._chunks}
 
     async def drain(self) -> None:
-        """Hands everything back, and leaves."""
+        """Drain the worker, and stop its server."""
         await self.server.drain()
         await self.server.stop()
 
@@ -211,16 +213,16 @@ class SimWorker:
                 continue
             self._confirmed.set()
             self._loop.run_iteration(orders)
-            # The step begins when the routers have what they must know before it.
+            # The step begins when the routers have confirmed what they must know before it.
             with suppress(TimeoutError):
                 async with asyncio.timeout(CONFIRM_S):
                     await self._confirmed.wait()
             self._looked_at(self)
             await asyncio.sleep(self._spent)
             self._spent = 0.0
-            self._tell()
+            self._deliver_report()
 
-    def _tell(self) -> None:
+    def _deliver_report(self) -> None:
         """Deliver the last step's report, because the step's time is over."""
         if self._report is not None:
             self.server.deliver(self._report)

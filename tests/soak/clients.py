@@ -1,4 +1,4 @@
-"""The clients of a soak: they ask, now and then leave and come back, and note what they see."""
+"""Clients of a soak, some of which disconnect and attach again, and records of their outputs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from everlift import AsyncClient, OnDisconnect, Stream
 from everlift.client.received_output import Chunk
 from everlift.errors import EverliftError
 from tests.soak.pool import Answer, Pool, Task
-from tests.support.router import patient
+from tests.support.router import retrying
 
-#: When the last faults are over, a request has so long to end.
-_PATIENCE_S = 180.0
-#: Of so many requests one loses its client, which attaches again.
+#: Limit of the time until all requests have ended after the last one was sent.
+_TIMEOUT_S = 180.0
+#: One in this many requests loses its client, and another client attaches to it.
 _LEAVER_ONE_IN = 8
 _AWAY_S = 0.5
 
@@ -40,7 +40,7 @@ class Seen:
     #: tokens that were marked as not in the ledger
     unledgered: int = 0
     arrivals: list[tuple[float, int]] = field(default_factory=list)
-    #: by choice
+    #: token ids by choice
     tokens: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     _next: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
 
@@ -50,7 +50,7 @@ class Seen:
         self.missing += max(0, chunk.offset - following)
         self._next[chunk.choice] = chunk.offset + len(chunk.token_ids)
         self.unledgered += len(chunk.token_ids) * chunk.unledgered
-        # What comes twice is counted, and held once.
+        # Repeated tokens are counted, and stored once.
         self.tokens[chunk.choice][chunk.offset :] = chunk.token_ids
         if chunk.token_ids:
             self.arrivals.append((time.time(), chunk.epoch))
@@ -73,7 +73,7 @@ class Seen:
 
 
 class Crowd:
-    """Requests out of the pool at random, ``rate`` a second, whatever became of those before."""
+    """Open-loop clients that send random requests of the pool."""
 
     def __init__(self, routers: Sequence[str], pool: Pool, seed: int) -> None:
         self._routers = routers
@@ -84,22 +84,25 @@ class Crowd:
         self.under_way: set[asyncio.Task[None]] = set()
 
     async def run(self, rate: float, seconds: float) -> None:
-        """Returns when the last request has ended. One that does not end is lost."""
-        clients = [patient.client(self._turned(n)) for n in range(4)]
+        """Send ``rate`` requests per second for ``seconds``, and wait until all have ended.
+
+        A request that does not end in time is cancelled and counts as lost.
+        """
+        clients = [retrying.client(self._turned(n)) for n in range(4)]
         end = time.monotonic() + seconds
         due = time.monotonic()
         while (due := due + self._rng.expovariate(rate)) < end:
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             self._begin(self._rng.choice(clients))
         if self.under_way:
-            _, hanging = await asyncio.wait(self.under_way, timeout=_PATIENCE_S)
+            _, hanging = await asyncio.wait(self.under_way, timeout=_TIMEOUT_S)
             for task in hanging:
                 task.cancel()
         for client in clients:
             await client.close()
 
     def _turned(self, by: int) -> list[str]:
-        """Return the routers, beginning with another one for each client."""
+        """Return the routers, rotated by ``by``."""
         by %= len(self._routers)
         return [*self._routers[by:], *self._routers[:by]]
 
@@ -129,7 +132,7 @@ class Crowd:
         """Break the connection after some tokens, and attach with another client."""
         gathering = Gathering()
         with _noting(seen):
-            first = patient.client(self._routers)
+            first = retrying.client(self._routers)
             stream = first.generate(
                 task.prompt,
                 request_id=seen.request_id,
@@ -142,7 +145,7 @@ class Crowd:
                 await first.close()
             if stream.usage is None:
                 await asyncio.sleep(_AWAY_S)
-                async with patient.client(self._routers) as second:
+                async with retrying.client(self._routers) as second:
                     ended = stream.finish_reasons.keys()
                     stream = second.attach(seen.request_id, received=seen.received)
                     await _read_on(stream, seen, gathering, ended)
@@ -150,7 +153,7 @@ class Crowd:
 
 
 class _noting(suppress):
-    """An error of the request is written down."""
+    """Context manager that records an EverliftError of the request and suppresses it."""
 
     def __init__(self, seen: Seen) -> None:
         super().__init__(EverliftError)
@@ -172,8 +175,10 @@ async def _read(stream: Stream, seen: Seen, gathering: Gathering, most: int | No
 
 
 async def _read_on(stream: Stream, seen: Seen, gathering: Gathering, ended: Set[int]) -> None:
-    """The rest. A stream that begins where a choice has ended tells that choice's last text again,
-    which may have come with no token."""
+    """Read the rest of a stream after attaching again, without the choices that had ended.
+
+    The stream repeats the last text of such a choice, which may have arrived without a token.
+    """
     async for chunk in stream:
         if chunk.choice not in ended:
             seen.add(chunk)

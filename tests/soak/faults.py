@@ -1,4 +1,4 @@
-"""The faults of a soak: one every few seconds."""
+"""Faults of a soak: one every few seconds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Faults:
             async with asyncio.timeout(_LOOK_S):
                 workers = accepting_workers(await poll_workers(client))
         except (EverliftError, TimeoutError):
-            # No router can say who is there: what strikes no worker is still possible.
+            # No router answers with its workers; faults of other targets are still possible.
             workers = []
         event = self._fault_generator.next_event(time.monotonic(), workers)
         if event is not None:

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 #: Limit of the growth per request after warm-up.
 LIMIT_KIB = 0.2
 #: Noise of the peak of resident memory: glibc returns free memory to the kernel in steps of some
-#: MiB, and the first product with another number of rows takes 2 MiB once. The limit can
-#: be told from noise after `NOISE_KIB / LIMIT_KIB`, which is 20,480 requests.
+#: MiB, and the first product with another number of rows takes 2 MiB once. The limit exceeds the
+#: noise after `NOISE_KIB / LIMIT_KIB`, which is 20,480 requests.
 NOISE_KIB = 4096
-#: The peaks of the first and the last of so many parts are compared.
+#: Number of parts of the samples, of which the first and the last one are compared.
 _PARTS = 5
 
 
@@ -38,8 +38,10 @@ class Growth:
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Growth:
-        """Compare the peaks of the first and the last fifth of the samples after warm-up. Peaks do
-        not depend on when memory was returned to the kernel."""
+        """Compare the peaks of the first and the last fifth of the samples after warm-up.
+
+        Peaks do not depend on when memory was returned to the kernel.
+        """
         later = [sample for sample in samples if 2 * sample.requests >= samples[-1].requests]
         size = len(later) // _PARTS
         assert size > 1, f"{len(samples)} samples are too few"
@@ -50,7 +52,7 @@ class Growth:
 
     @property
     def bound_kib(self) -> float:
-        """The smallest bound of the growth per request that noise permits, at least the limit."""
+        """Smallest bound of the growth per request that noise permits, at least the limit."""
         return max(LIMIT_KIB, NOISE_KIB / self.requests)
 
     @property

@@ -1,6 +1,6 @@
 """Requests of a soak's clients: greedy and sampled ones of every kind, each with one right answer.
 
-The undisturbed cluster generates the answers first.
+The answers are generated first, by the undisturbed cluster.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cluster.llm.completion import Completion, gather
 from everlift import AsyncClient
 from everlift.options import GenerateOptions
 
-#: Short and long answers, and such that have characters of several tokens.
+#: Kinds with short answers, with long answers, and with characters of several tokens.
 _KINDS = ("count", "json", "repeat", "alphabet", "days", "count_by", "months", "repeat")
 
 
@@ -44,8 +44,10 @@ def _greedy(rng: Random, example: tasks.Example) -> GenerateOptions:
 
 
 def _structured(rng: Random, example: tasks.Example) -> GenerateOptions:
-    """Grammars that the right answer fits. Most differ from each other, so that every worker has
-    to compile them."""
+    """Return greedy options with a grammar that the right answer matches.
+
+    Most grammars differ, so that every worker has to compile them.
+    """
     grammars: list[GenerateOptions] = [
         {"regex": f"[ -~]{{{rng.randrange(1, 9)},{rng.randrange(100, 400)}}}"},
         {"choice": [example.answer, " nothing", f" {rng.getrandbits(30)}"]},
@@ -56,7 +58,7 @@ def _structured(rng: Random, example: tasks.Example) -> GenerateOptions:
 
 
 def _sampled(rng: Random, example: tasks.Example) -> GenerateOptions:
-    """Seeds, penalties, several choices, stops, and log probabilities, all at once or alone."""
+    """Return options with a seed and random others: choices, filters, penalties, stops."""
     options: GenerateOptions = {
         "temperature": rng.choice([0.7, 1.0, 1.5]),
         "seed": rng.getrandbits(60),

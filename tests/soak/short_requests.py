@@ -10,7 +10,7 @@ from everlift import AsyncClient
 from everlift.options import GenerateOptions, Prompt
 
 _AT_ONCE = 16
-#: Of 20 requests one is cancelled after its first token, and one has a grammar.
+#: Share of requests that are cancelled after their first output, and of those with a grammar.
 _RARE = 1 / 20
 _WORDS = "one two three four five six seven monday tuesday january february".split()
 _SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
@@ -22,7 +22,7 @@ _GRAMMARS: tuple[GenerateOptions, ...] = (
 
 
 class ShortRequests:
-    """Source of requests. ``num_done`` counts the requests that have ended."""
+    """Source of requests; ``num_done`` is the number of ended ones."""
 
     def __init__(self, routers: list[str], seed: int) -> None:
         self.num_done = 0
@@ -30,14 +30,14 @@ class ShortRequests:
         self._rng = Random(seed)
 
     async def warm_up(self, max_tokens: int, vocab_size: int) -> None:
-        """Send prompts of all lengths, one by one, so that steps of all sizes are computed."""
+        """Send prompts of 1, 5, 9, ... tokens one by one, so that steps of all sizes run."""
         async with AsyncClient(self._routers) as client:
             for length in range(1, max_tokens, 4):
                 prompt = [self._rng.randrange(1, vocab_size) for _ in range(length)]
                 await client.generate(prompt, max_tokens=1).text()
 
     async def run(self, is_over: Callable[[], bool], step: Callable[[], None]) -> None:
-        """Send requests until ``is_over``. Call ``step`` after each of them."""
+        """Send requests until ``is_over`` returns true; call ``step`` after each of them."""
 
         async def send_in_turn(client: AsyncClient) -> None:
             while not is_over():

@@ -1,5 +1,7 @@
-"""A cluster under load and random faults, for as long as there is time: no request is lost, no
-token comes twice, and every answer is the one that the undisturbed cluster gave."""
+"""Cluster under load and random faults for SOAK_MINUTES (default 30).
+
+No request is lost, no token is repeated, and every answer equals that of the undisturbed cluster.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ from router.ledger.embedded.embedded import running_url
 from router.ledger.entry import Event
 from router.ledger.redis.redis_ledger import RedisLedger, connect
 from tests.soak.clients import Crowd, Seen
+from tests.soak.duration import minutes
 from tests.soak.faults import Faults
-from tests.soak.patience import minutes
 from tests.soak.pool import Answer, Pool, Task, make_pool
 from tests.soak.times import (
     LEADERS,
@@ -49,9 +51,9 @@ from tests.support.free_port import free_port
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
 
 _MINUTES = 30.0
-#: Under Ray, and with kills alone: this part of it, and not less than a minute.
+#: Share of the duration for the soaks under Ray and with kills only, which take at least a minute.
 _PART = 1 / 6
-#: Seconds between two kills of workers, where nothing else is struck.
+#: Seconds between two kills in the soak with kills of workers only.
 _KILL_EVERY_S = 2.0
 _POOL = 240
 _LOAD = 0.7
@@ -69,7 +71,7 @@ _SETTINGS = [
 
 
 Figures = dict[str, Any]
-#: Of a request in the ledger: tokens by choice, and events.
+#: Tokens by choice, and events, of a request in the ledger.
 Stored = tuple[tuple[tuple[int, ...], ...], tuple[Event, ...]]
 
 
@@ -94,7 +96,7 @@ class Outcome:
 
     @property
     def unlike_ledger(self) -> list[Seen]:
-        """The client has other tokens than the ledger."""
+        """Requests of which the client has other tokens than the ledger."""
         return [
             each
             for each in self.seen
@@ -136,9 +138,9 @@ async def test_process_cluster_survives_worker_kills(tmp_path: Path) -> None:
     assert sum(each.unledgered for each in outcome.seen) == 0
 
 
-@pytest.mark.filterwarnings("ignore")  # Ray and Serve warn of this and that of their own.
+@pytest.mark.filterwarnings("ignore")  # Ray and Serve emit warnings of their own.
 async def test_ray_cluster_survives_random_faults(tmp_path: Path) -> None:
-    # Another replica of a router listens where the first one did.
+    # A replacement of a router must listen at the same port.
     places = [
         f"router.port={free_port()}",
         "router.http_port=0",
@@ -178,7 +180,7 @@ async def _soak(
 
 
 async def _recorded(routers: list[str], tasks: Sequence[Task]) -> Pool:
-    """The answers of the undisturbed cluster."""
+    """Return the tasks with the answers of the undisturbed cluster."""
     turn = asyncio.Semaphore(_AT_ONCE)
 
     async def ask(task: Task) -> tuple[Task, Answer]:
@@ -190,7 +192,7 @@ async def _recorded(routers: list[str], tasks: Sequence[Task]) -> Pool:
 
 
 async def _capacity(routers: list[str], pool: Pool) -> float:
-    """Requests a second that the undisturbed cluster answers, as many at once as it likes."""
+    """Return the requests per second of the undisturbed cluster, with _AT_ONCE at a time."""
     end, done = time.monotonic() + _CALIBRATION_S, 0
 
     async def go_on(number: int, client: AsyncClient) -> None:
@@ -208,7 +210,7 @@ async def _capacity(routers: list[str], pool: Pool) -> float:
 
 
 async def _stored(ledger: RedisLedger, request_id: str) -> Stored:
-    """Tokens by choice, and events; nothing of a request that the ledger does not know."""
+    """Return the tokens by choice and the events; nothing if the ledger lacks the request."""
     with suppress(UnknownRequest):
         choices = (await ledger.read(request_id)).choices
         return tuple(choice.tokens for choice in choices), await ledger.events(request_id)
@@ -227,7 +229,7 @@ def _report(name: str, config: Config, outcome: Outcome) -> None:
 
 
 def _write(path: Path, name: str, figures: Figures) -> None:
-    """Write each run by its name, the sums of all, and the times of the run with processes."""
+    """Write the figures of all runs by name, their sums, and the times of the run "processes"."""
     known = json.loads(path.read_text())["runs"] if path.exists() else {}
     runs: dict[str, Figures] = known | {name: figures}
     sums = {key: sum(run[key] for run in runs.values()) for key in _SUMMED}

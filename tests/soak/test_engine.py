@@ -1,4 +1,4 @@
-"""The engine's property tests, with as many examples as there is time for."""
+"""Property tests of the engine with new examples until the soak's duration has passed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.property import test_worker_engine as properties
-from tests.soak.patience import rounds
+from tests.soak.duration import rounds
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
 _EXAMPLES = 500

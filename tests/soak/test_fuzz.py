@@ -1,7 +1,7 @@
-"""A million cases of what clients send, nearly: no crash, no hang, no error without a cause.
+"""Fuzzing with a million mutated client inputs: no crash, no hang, no error without a cause.
 
-FUZZ_CASES sets another number, FUZZ_SEED other cases; FUZZ_REPORT is where the figures go. A case
-that fails is kept beside it, and named with the command that runs it again.
+FUZZ_CASES sets the number of cases, FUZZ_SEED the seed, FUZZ_REPORT the file of the figures. Failed
+cases are stored beside that file, and the output has the command that runs each of them again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The property test of JSON schemas at length: SCHEMAS (100,000) schemas from seed SCHEMA_SEED."""
+"""Property test of JSON schemas at length: SCHEMAS (default 100,000) from seed SCHEMA_SEED."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger's model, with as many histories as there is time for."""
+"""Ledgers against their model, with new histories until the soak's duration has passed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.soak.patience import rounds
+from tests.soak.duration import rounds
 from tests.support.ledger.ledger_backends import InMemory, OnServer
 from tests.support.ledger.ledger_machine import Run, check
 from tests.support.ledger.ledgers import valkey_server

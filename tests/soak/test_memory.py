@@ -15,8 +15,8 @@ from rich.console import Console
 from benchmarks.report import machine
 from cluster.config import load
 from cluster.local.processes import ProcessCluster
+from tests.soak.duration import minutes
 from tests.soak.growth import LIMIT_KIB, Growth, Sample, resident_kib
-from tests.soak.patience import minutes
 from tests.soak.short_requests import ShortRequests
 
 pytestmark = [
@@ -26,24 +26,24 @@ pytestmark = [
 ]
 
 _MINUTES = 30.0
-#: The requests come for this part of the soak.
+#: Share of the soak's duration in which requests are sent.
 _PART = 1 / 2
 _SEED = 6
-#: Requests between two samples.
+#: Number of requests between two samples.
 _EVERY = 20
-#: A busy machine takes longer for them than the soak's part.
+#: Least number of requests; a busy machine takes more time for them.
 _LEAST_REQUESTS = 2000
 _MAX_TOKENS = 512
 _VOCAB_SIZE = 512
-#: Limit of a worker's growth during warm-up beyond its KV cache: 256 compiled products of 0.55 MiB,
-#: and as much for code that is loaded at first use and for fragmentation.
+#: Limit of a worker's growth during warm-up, without its KV cache: 256 compiled products of 0.55
+#: MiB, and as much for code that is loaded at first use and for fragmentation.
 _WARM_UP_MIB = 280
 _KV_CACHE_MIB = 16
 
 
 async def test_memory_growth_per_request_is_bounded(tmp_path: Path) -> None:
     settings = [
-        # The compiled kernels of bfloat16 have no caches.
+        # With bfloat16, the compiled kernels have no caches.
         "worker.dtype=float32",
         f"worker.kv_cache_mib={_KV_CACHE_MIB}",
         f"worker.max_num_batched_tokens={_MAX_TOKENS}",

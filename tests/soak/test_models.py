@@ -1,5 +1,7 @@
-"""Checkpoints of random families and sizes, in engines of random limits: transformers' logits and
-tokens, for as long as there is time."""
+"""Random checkpoints in engines with random limits, until the soak's duration has passed.
+
+Logits and tokens are compared with those of transformers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.soak.patience import rounds
+from tests.soak.duration import rounds
 from tests.support.worker.decoder_steps import Step, SteppedDecoder
 from tests.support.worker.families import (
     CHECKPOINTS,
@@ -30,9 +32,10 @@ from tests.support.worker.torch_engine import TorchEngine, greedy_jobs
 from worker.config import Speculation
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
-#: Hidden size, about: in wider models of these random weights rounding alone comes to 1e-4.
+#: Approximate limit of the hidden size: in wider models with these random weights, rounding errors
+#: reach 1e-4.
 WIDEST = 96
-#: A near tie falls either way by rounding; more than one in so many sequences would be a fault.
+#: Rounding decides near ties of logits; more than one per this many sequences would be an error.
 SEQUENCES_PER_NEAR_TIE = 50
 
 Record = Callable[[str, object], None]
@@ -50,7 +53,7 @@ def random_checkpoint(rng: Random) -> Checkpoint:
     if sizes.get("sliding_window"):
         sizes["sliding_window"] = rng.randint(2, 90)
     heads = kv_heads * rng.randint(1, 3)
-    # Some configurations know no other head size than hidden size over heads, some no remainder.
+    # In some configurations the head size is the hidden size divided by the number of heads.
     if base.model_type in ("phi3", "olmoe"):
         sizes["hidden_size"] = heads * base.head_dim
     else:
@@ -59,14 +62,14 @@ def random_checkpoint(rng: Random) -> Checkpoint:
 
 
 def random_prompts(rng: Random) -> list[list[int]]:
-    """Some begin alike, some repeat themselves."""
+    """Return random prompts, some with common prefixes, and one that repeats itself."""
     made = [[rng.randrange(6, VOCAB) for _ in range(rng.randint(1, 90))] for _ in range(8)]
     alike = [rng.choice(made)[:64] + rng.choice(made)[:40] for _ in range(4)]
     return [*made, *alike, rng.choice(made)[:30] * 3]
 
 
 def random_steps(rng: Random, lengths: list[int]) -> list[Step]:
-    """All tokens of all sequences, by chunks of any size."""
+    """Return steps that compute all tokens of all sequences, in chunks of random sizes."""
     left = dict(enumerate(lengths))
     steps: list[Step] = []
     while left:
@@ -107,10 +110,12 @@ def test_random_models_match_transformers_in_random_engines(
 def check_logits(
     rng: Random, directory: Path, prompts: list[list[int]], reference: PreTrainedModel
 ) -> None:
-    """Within 3e-4 of transformers, for some of these models are wilder than those of the tests; or
-    where rounding takes transformers itself further from what it computes in double precision, not
-    much further than that. It is asked of all the prompts together: in a wild model one position
-    may suffer much in one of the two and, by luck, little in the other."""
+    """Check that the logits differ from those of transformers by at most 3e-4 or rounding errors.
+
+    The tolerance is 3e-4, or three times the error of transformers itself against double precision
+    if that is larger. That error is the largest of all prompts: with unstable models, rounding may
+    affect a position much in one implementation and little in the other.
+    """
     steps = random_steps(rng, [len(prompt) for prompt in prompts])
     logits = SteppedDecoder(directory, MAX_POSITION).logits(prompts, steps)
     assert logits is not None

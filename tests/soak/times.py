@@ -17,14 +17,14 @@ from cluster.chaos.run import Injection
 from router.ledger.entry import Event
 from tests.soak.clients import Seen
 
-#: After these the worker says nothing any more, or nothing that arrives.
+#: Faults after which a worker sends nothing, or nothing that arrives.
 SILENCING = frozenset({"kill worker", "pause worker", "partition worker"})
 _OF_WORKERS = SILENCING | {"slow worker", "drain worker"}
-#: What strikes ledger or router is over after so long; and what follows from a worker's loss.
+#: Limits of the duration of faults of ledger and routers, and of the effects of a worker's loss.
 _LASTS_S, _FOLLOWS_S = 4.0, 2.0
-#: After this one another router leads.
+#: Fault after which another router leads.
 LEADERS = "pause leader"
-#: What a router notices later than this was lost by another fault.
+#: A loss that a router logs later than this after a fault was caused by another one.
 _LATEST_S = 5.0
 _CLOCK_S = 0.002
 
@@ -60,8 +60,10 @@ def written(log_dir: Path) -> list[Line]:
 
 
 def struck(log: Sequence[Injection], lines: Sequence[Line]) -> list[Injection]:
-    """The faults that came to pass, each of a worker from the moment at which that worker said so:
-    what lies between asking for a fault and its coming true is nobody's silence."""
+    """Return the faults that took effect; if they silence a worker, with the time in its log.
+
+    The time between the request for such a fault and its effect is thus not counted as silence.
+    """
     own_words = [line for line in lines if line.event == "fault" and line.worker_id]
     return [
         moved
@@ -71,7 +73,10 @@ def struck(log: Sequence[Injection], lines: Sequence[Line]) -> list[Injection]:
 
 
 def _moved(fault: Injection, own_words: Sequence[Line]) -> Injection | None:
-    """None of a fault that did not come to pass in time: its worker was lost by another one."""
+    """Return the fault with the time in its worker's log, if it silences the worker.
+
+    Return None if it did not take effect in time, because another fault ended the worker.
+    """
     if fault.name not in SILENCING:
         return fault
     words = (line for line in _around(fault, own_words) if line.worker_id == fault.target)
@@ -79,7 +84,7 @@ def _moved(fault: Injection, own_words: Sequence[Line]) -> Injection | None:
 
 
 def of_workers_alone(log: Sequence[Injection]) -> list[Injection]:
-    """Return the faults of workers during which no router and not the ledger had a fault."""
+    """Return the faults that silence a worker while no router or ledger fault has an effect."""
     others = sorted(each.at for each in log if each.name not in _OF_WORKERS)
     return [
         each
@@ -90,7 +95,7 @@ def of_workers_alone(log: Sequence[Injection]) -> list[Injection]:
 
 
 def _around(fault: Injection, lines: Sequence[Line]) -> Sequence[Line]:
-    """Return the lines from the fault on, for as long as they may be its consequence."""
+    """Return the lines from the fault on that it may have caused."""
     begin = bisect_left(lines, fault.at - _CLOCK_S, key=lambda line: line.time)
     end = bisect_right(lines, fault.at + _LATEST_S, key=lambda line: line.time)
     return lines[begin:end]
@@ -110,8 +115,10 @@ def detections(log: Sequence[Injection], lines: Sequence[Line]) -> dict[str, lis
 
 
 def _noticed(fault: Injection, lines: Sequence[Line]) -> Iterable[Line]:
-    """The first line of each router about it. One that stood still meanwhile, as by a fault of its
-    own, could not notice anything."""
+    """Return each router's first line about the fault, for LEADERS only the very first one.
+
+    Routers whose event loop stalled before, for example by a fault, are left out.
+    """
     around = _around(fault, lines)
     about = [line for line in around if _is_about(line, fault)]
     if fault.name == LEADERS:
@@ -172,7 +179,7 @@ def _gap(stream: Seen, moment: float) -> float | None:
 
 
 def p(cut: int, seconds: Sequence[float]) -> float:
-    """A percentile, 0 of nothing."""
+    """Return percentile ``cut``, in seconds; 0 if there are no values."""
     if len(seconds) < 2:
         return round(sum(seconds), 3)
     return round(quantiles(seconds, n=100, method="inclusive")[cut - 1], 3)

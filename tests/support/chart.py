@@ -1,5 +1,7 @@
-"""The chart as Helm renders it. Helm is a shared library with threads of its own, which tests that
-fork could not live with: it runs in a process beside them."""
+"""Helm chart as rendered by Helm, which runs in a process of its own.
+
+Helm is a shared library with threads of its own, which a process that forks must not have.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def all_settings(application: Object) -> Object:
     assert [worker["name"], *(each["name"] for each in others)] == [*given["num_workers"]]
     for each in others:
         found = _worker_settings(each, given)
-        # A setting that is not there has its default, and is not inherited.
+        # A missing setting has its default and is not inherited.
         found["autoscale"] = _DEFAULT_SCALING | found.get("autoscale", {})
         settings["models"][each["name"].removeprefix("worker-")] |= found
     settings["log_level"] = given["log_level"]
@@ -63,11 +65,11 @@ def _worker_settings(deployment: Object, given: Object) -> Object:
 
 
 class Refused(Exception):
-    """Helm does not take these values."""
+    """Raised when Helm rejects the values."""
 
 
 class Rendered:
-    """Objects and notes of a release with some values."""
+    """Rendered objects and notes of a release."""
 
     def __init__(self, files: Mapping[str, str]) -> None:
         self.notes = next(text for name, text in files.items() if name.endswith("NOTES.txt"))
@@ -81,7 +83,7 @@ class Rendered:
         ]
 
     def the(self, kind: str, name: str = "") -> Object:
-        """The only object of ``kind``, or the one whose name ends with ``name``."""
+        """Return the only object of ``kind``, or of those whose names end with ``name``."""
         [found] = (
             each
             for each in self.objects
@@ -98,7 +100,7 @@ class Rendered:
         return self.the("RayService")["spec"]["rayClusterConfig"]
 
     def group(self, name: str) -> Object:
-        """A group of Ray's nodes: head, routers or workers."""
+        """Return a node group of the Ray cluster: "head", "routers" or a group of workers."""
         if name == "head":
             return self.ray["headGroupSpec"]
         [found] = (each for each in self.ray["workerGroupSpecs"] if each["groupName"] == name)
@@ -123,17 +125,17 @@ class Rendered:
 
     @property
     def deployments(self) -> dict[str, Object]:
-        """Options of Serve's deployments by their names."""
+        """Options of Serve's deployments, by name."""
         return {each["name"]: each for each in self.application["deployments"]}
 
     @property
     def settings(self) -> Object:
-        """All settings of Everlift: those of the application, and those of its deployments."""
+        """All settings of Everlift: those of the application and those of its deployments."""
         return all_settings(self.application)
 
     @property
     def pods(self) -> list[Object]:
-        """Every pod template there is: metadata and spec."""
+        """All pod templates and pods: metadata and spec."""
         templates = [group["template"] for group in self.groups]
         templates += [
             each["spec"]["template"] for each in self.objects if each["kind"] == "StatefulSet"
@@ -156,7 +158,7 @@ class Helm:
         release: str = RELEASE,
         namespace: str = NAMESPACE,
     ) -> Rendered:
-        """Raises Refused."""
+        """Render the chart; raise Refused if Helm rejects the values."""
         question = {"values": values or {}, "release": release, "namespace": namespace}
         return Rendered(self._ask(question))
 
@@ -179,7 +181,7 @@ def running_helm() -> Iterator[Helm]:
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        # The end of its input ends it.
+        # The process ends when its stdin is closed.
         yield Helm(process)
 
 

@@ -1,4 +1,4 @@
-"""The command line, run in this process."""
+"""Calls of the command line in this process."""
 
 from __future__ import annotations
 

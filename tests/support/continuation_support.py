@@ -1,4 +1,4 @@
-"""Requests that cover what a continuation has to carry on, and ways to break one in the middle."""
+"""Requests that cover all state of a continuation, and ways to interrupt them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLAIN = Asked.of(_PROMPT, temperature=0, max_tokens=24)
 
 
 def _stop_string() -> str:
-    """Several characters of the plain text, each a token."""
+    """Return several characters of the plain text, each of which is a token."""
     text = undisturbed(PLAIN).choices[0].text
     found = re.search(r"[!-~]{2,}", text[6:])
     assert found is not None
@@ -26,7 +26,7 @@ def _stop_string() -> str:
 
 
 def kinds() -> dict[str, Asked]:
-    """Return requests, by the property that a wrong continuation would lose."""
+    """Return requests by the property that a wrong continuation would lose."""
     sampled = {"temperature": 1, "seed": 11, "max_tokens": 24}
     return {
         "max_tokens": PLAIN,
@@ -64,7 +64,7 @@ def kinds() -> dict[str, Asked]:
 
 
 class Bench(SimCluster):
-    """Two gateways and two workers, in which one request after the other is broken."""
+    """Two gateways and two workers, on which requests are interrupted one after the other."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Bench(SimCluster):
         self._count = 0
 
     def broken(self, asked: Asked, index: int, break_it: Break) -> Transcript:
-        """Return the transcript of a request that was broken when it had ``index`` tokens."""
+        """Return the transcript of a request that was interrupted when it had ``index`` tokens."""
         request_id = f"r{self._count}"
         self._count += 1
         manners = Manners(leaves_after=index, away=0.02) if break_it is attach else Manners()
@@ -98,14 +98,14 @@ class Bench(SimCluster):
         return is_there and transcript.num_tokens >= index
 
     def home(self, request_id: str) -> int | None:
-        """The worker that has it; None where it has ended."""
+        """Return the index of the request's worker, or None if it has ended."""
         entry = self.ledger.peek(request_id)
         assert entry is not None
         found = (i for i, it in self.workers.items() if it.worker_id == entry.worker)
         return next(found, None)
 
     def _mend(self) -> None:
-        """Start killed parts again, and wait until they are known."""
+        """Restart killed parts, and wait until the routers are connected to all workers."""
         for index in {0, 1} - self.workers.keys():
             self.start_worker(index)
         for index in {0, 1} - self.routers.keys():
@@ -142,7 +142,7 @@ def preempt(bench: Bench, request_id: str) -> None:
 
 
 def move(bench: Bench, request_id: str) -> None:
-    """Preempted, and told to go on elsewhere."""
+    """Preempt the request and migrate it to another worker."""
     preempt(bench, request_id)
     gateway = bench.routers[1]
     assert gateway.router is not None
@@ -153,12 +153,12 @@ def move(bench: Bench, request_id: str) -> None:
 
 
 def kill_gateway(bench: Bench, request_id: str) -> None:
-    """Kill the request's router; its client attaches again by itself."""
+    """Kill the request's router; its client reattaches by itself."""
     bench.kill_router(1)
 
 
 def attach(bench: Bench, request_id: str) -> None:
-    """Do nothing: the client has disconnected, and attaches again (see ``broken``)."""
+    """Do nothing, because the client disconnects and reattaches by itself (see ``broken``)."""
 
 
 BREAKS: tuple[Break, ...] = (kill, drain, preempt, move, kill_gateway, attach)

@@ -1,4 +1,4 @@
-"""The project's Markdown, checked: links, commands that it tells to type, examples in YAML."""
+"""Checks of the project's Markdown: links, commands to type, and YAML examples."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from everlift.errors import SettingsError
 
 ROOT = Path(__file__).parents[2]
 _MARKDOWN = MarkdownIt("commonmark").enable("table")
-#: What fenced blocks with commands are called; an indented block is called nothing.
+#: Info strings of blocks with commands; an indented block has an empty one.
 _SHELL = ("", "sh", "bash", "console")
 _OURS = ("everlift", "make")
 _ASSIGNMENT = re.compile(r"[A-Z_]+=")
-#: Stands for something that its reader knows.
+#: Placeholder that the reader replaces.
 _PLACEHOLDER = re.compile(r"\$|\.\.\.|[A-Z_]{2,}$")
 _TARGET = re.compile(r"^([a-z0-9-]+):", re.MULTILINE)
 
@@ -48,8 +48,10 @@ def documents() -> list[Path]:
 
 @dataclass(frozen=True)
 class Command:
-    """``words`` are as a shell would pass them on, ``environ`` what is set before them. One that
-    is only ``mentioned`` in a sentence may lack arguments."""
+    """Command line of a document: its ``words`` as a shell passes them, and the variables set.
+
+    A command that is only ``mentioned`` in a sentence may lack arguments.
+    """
 
     words: tuple[str, ...]
     environ: tuple[tuple[str, str], ...] = ()
@@ -58,7 +60,7 @@ class Command:
 
 class Document:
     def __init__(self, path: Path, text: str) -> None:
-        """``path`` is where it is, or would be."""
+        """Parse ``text``, the document at ``path``, which need not exist."""
         self.path = path
         self._blocks = _MARKDOWN.parse(text)
 
@@ -110,7 +112,7 @@ class Document:
             yield from block.children or ()
 
     def _leads_somewhere(self, link: str) -> bool:
-        """Other hosts are not asked."""
+        """Return whether a link has a valid target; other hosts are not contacted."""
         url = urlsplit(link)
         if url.scheme:
             return url.scheme in ("http", "https") and bool(url.netloc)
@@ -136,7 +138,7 @@ def _anchor(heading: Token) -> str:
 
 
 def _typed(block: Token) -> Iterator[str]:
-    """Yield the commands of a block: all lines or, of a console, those after the prompt."""
+    """Yield the commands of a block: all lines or, in a console, those after the prompt."""
     for line in block.content.replace("\\\n", " ").splitlines():
         typed = line.strip().removeprefix("$ ")
         if block.info != "console" or typed != line.strip():
@@ -144,7 +146,7 @@ def _typed(block: Token) -> Iterator[str]:
 
 
 def commands_of(line: str) -> Iterator[Command]:
-    """Ours, in a line of shell; also in substitutions, in quotes and behind ``--``."""
+    """Yield Everlift's commands in a line of shell, including substitutions, quotes and ``--``."""
     if not any(f"{name} " in f"{line} " for name in _OURS):
         return
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
@@ -219,7 +221,7 @@ def _everlift() -> Any:
 
 
 def _fault_of_settings(command: Command) -> str:
-    """Return the fault of the settings in the command's variables and ``--set`` options."""
+    """Return the fault of the command's variables and ``--set`` options; empty if valid."""
     pairs = pairwise(command.words)
     given = [value for flag, value in pairs if flag == "--set" and "$" not in value]
     try:
@@ -230,7 +232,7 @@ def _fault_of_settings(command: Command) -> str:
 
 
 def fault_of_example(example: dict[str, Any]) -> str:
-    """Return the fault of settings of Everlift, or of values of the chart."""
+    """Return the fault of Everlift's settings or of the chart's values; empty if valid."""
     try:
         if example.keys() <= {field.name for field in fields(configuration.Config)}:
             settings.load(configuration.Config, example)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-#: The share of its examples that a test tries.
+#: Share of its examples that a test runs.
 _SHARE = float(os.environ.get("EXAMPLES", "0.1"))
 
 
@@ -23,5 +23,5 @@ def one_in(every: int, values: Iterable[object]) -> list[ParameterSet]:
 
 
 def long(*values: object) -> ParameterSet:
-    """Return the values of a parameter set that is only in the long tests."""
+    """Return a parameter set that is used only in the long tests."""
     return pytest.param(*values, marks=pytest.mark.long)

@@ -1,5 +1,7 @@
-"""Examples in texts for people, run as they stand: with await at the top, and what they print
-compared with what they show."""
+"""Runner of examples in documents and docstrings.
+
+Examples may use await at the top level. Their output is compared with the output that they show.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ async def run(source: str, names: dict[str, Any]) -> str:
 
 
 async def check(text: str, names: dict[str, Any]) -> int:
-    """Runs the ``>>>`` examples of ``text``, one after the other; how many there were."""
+    """Check the ``>>>`` examples of ``text`` one after the other; return their number."""
     examples = doctest.DocTestParser().get_examples(text)
     for example in examples:
         got = await _printed(example.source, names)
@@ -33,7 +35,7 @@ async def check(text: str, names: dict[str, Any]) -> int:
         wanted = example.want
         if example.exc_msg is not None:
             got, wanted = got.splitlines()[-1], example.exc_msg
-        # Not every program ends its last line.
+        # The last line may lack its newline.
         assert doctest.OutputChecker().check_output(wanted.strip(), got.strip(), options), (
             f"{example.source}shows\n{wanted}and gave\n{got}"
         )
@@ -58,7 +60,7 @@ async def _execute(code: CodeType, names: dict[str, Any]) -> None:
 
 
 def public(kind: type) -> Iterable[tuple[str, Any]]:
-    """Methods and properties that a class itself offers."""
+    """Yield name and value of the public methods and properties that a class itself defines."""
     for name, member in vars(kind).items():
         if not name.startswith("_") and (callable(member) or isinstance(member, property)):
             yield name, member

@@ -1,5 +1,8 @@
-"""A fleet of workers in small numbers: requests come, wait, share what the workers can do, and end.
-What an autoscaler sees of it, and does to it."""
+"""Simulated worker fleet for tests of the autoscaler.
+
+Requests arrive, queue, share the workers' throughput and end; the autoscaler sees the load and sets
+the number of workers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ BLOCKS = 1000
 
 @dataclass
 class Job:
-    """``left`` tokens are still to be computed."""
+    """Request with ``left`` tokens still to be computed."""
 
     came: float
     left: float
@@ -28,8 +31,11 @@ class Job:
 
 @dataclass
 class Fleet:
-    """``rate``: tokens per second of a full worker. A request has ``job_tokens`` at the mean and
-    gets at most ``speed`` of them in a second."""
+    """Fleet under an autoscaler.
+
+    ``rate`` is the throughput of a full worker, and ``speed`` the most that a request gets of it,
+    both in tokens per second. ``job_tokens`` is the mean length of a request.
+    """
 
     config: AutoscaleConfig
     workers: int = 1
@@ -45,7 +51,7 @@ class Fleet:
     running: list[Job] = field(default_factory=list)
     starting: list[float] = field(default_factory=list)
     decisions: list[tuple[float, Decision]] = field(default_factory=list)
-    #: whether requests waited, at each decision
+    #: whether requests were queued, at each decision
     queues: list[bool] = field(default_factory=list)
     worker_seconds: float = 0.0
     offered: float = 0.0
@@ -57,7 +63,7 @@ class Fleet:
         self._known_rate = 0.0
 
     def run(self, seconds: float, load: float | Callable[[float], float]) -> Fleet:
-        """``load`` is what comes, in workers: 2.0 is what two of them can do."""
+        """Simulate ``seconds`` under ``load``, the demand in multiples of a full worker."""
         until = self.now + seconds
         while self.now < until:
             self._come(load(self.now) if callable(load) else load)
@@ -72,7 +78,7 @@ class Fleet:
 
     @property
     def changes(self) -> list[tuple[float, int]]:
-        """When, and by how many."""
+        """Times of changes of the target, and the change in workers."""
         before, changes = self.decisions[0][1].workers if self.decisions else 0, []
         for moment, decision in self.decisions:
             if decision.workers != before:
@@ -82,7 +88,7 @@ class Fleet:
 
     @property
     def reversals(self) -> list[float]:
-        """When it turned round."""
+        """Times at which scaling changed its direction."""
         turns, direction = [], 0
         for moment, change in self.changes:
             if direction * change < 0:
@@ -91,7 +97,7 @@ class Fleet:
         return turns
 
     def queued_since(self, moment: float) -> float:
-        """When the queue began that there was at that moment."""
+        """Return the time since which requests have been queued continuously at ``moment``."""
         since = moment
         for (at, _), queued in reversed(list(zip(self.decisions, self.queues, strict=True))):
             if at <= moment:

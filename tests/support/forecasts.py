@@ -1,4 +1,4 @@
-"""Forecasts that nobody computed, for tests of what is made of them."""
+"""Made-up forecasts for tests of reports."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def refused(index: int, at: float) -> Record:
 
 
 def some() -> Forecast:
-    """Ten requests: TTFTs of 0.1 to 0.9 s, and one that was refused."""
+    """Return a forecast of nine requests with TTFTs of 0.1 to 0.9 s, and a refused one."""
     done = [
         finished(i, float(i), 0.1 * (i + 1), 0.02, priority=i % 2, tenant=f"t{i % 3}")
         for i in range(9)

@@ -1,4 +1,4 @@
-"""A port that nobody listens on, for what must know its port before it starts."""
+"""Free ports for servers whose port must be known before they start."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import socket
 from collections.abc import Iterator
 from contextlib import suppress
 
-#: Below those that the kernel gives to whoever connects, or listens on any port, meanwhile.
+#: Below the kernel's range of ephemeral ports.
 _FIRST, _END = 20_000, 32_768
 
 
 def free_port() -> int:
-    """None of the last thousands, whose owner may be about to start again, and none of those that
-    tests in the processes beside this one take."""
+    """Return a free port that no other test is likely to take.
+
+    None of the last thousands is returned again, because its owner may be about to restart.
+    Parallel test processes draw from disjoint sets of ports.
+    """
     while True:
         port = next(_ports)
         with suppress(OSError), socket.socket() as probe:
@@ -26,7 +29,8 @@ def _own() -> Iterator[int]:
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     ports = range(_FIRST + number, _END, processes)
-    # hypothesis and tests seed ``random``, side by side to the same numbers.
+    # The start is not drawn from ``random``, which hypothesis and tests seed alike in all
+    # processes.
     place = secrets.randbelow(len(ports))
     while True:
         yield ports[place]

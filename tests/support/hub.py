@@ -1,7 +1,7 @@
-"""A stand-in for the Hugging Face hub on loopback: as much of its HTTP as huggingface_hub uses.
+"""Stand-in for the Hugging Face hub on loopback: the part of its HTTP that huggingface_hub uses.
 
-GET  /api/models/ORG/NAME[/revision/REV]       which commit that is
-GET  /api/models/ORG/NAME/tree/COMMIT          the files of a commit
+GET  /api/models/ORG/NAME[/revision/REV]       commit of a revision
+GET  /api/models/ORG/NAME/tree/COMMIT          files of a commit
 HEAD, GET /ORG/NAME/resolve/COMMIT/FILE        a file, or a range of it
 """
 
@@ -26,8 +26,11 @@ Files = dict[str, bytes]
 
 @dataclass
 class Repository:
-    """``revisions`` are commits by their branches and tags; ``refusal`` is the error code, with its
-    status, that the hub has for whoever lacks ``token``."""
+    """Repository with its commits.
+
+    ``revisions`` maps branches and tags to commits. ``refusal`` is the status and error code of the
+    answer to requests without ``token``.
+    """
 
     commits: dict[str, Files] = field(default_factory=dict)
     revisions: dict[str, str] = field(default_factory=dict)
@@ -39,16 +42,16 @@ class Repository:
 class Hub:
     url: str
     repositories: dict[str, Repository] = field(default_factory=dict)
-    #: the requests so far: method and path
+    #: requests so far: method and path
     requests: list[str] = field(default_factory=list)
-    #: connections that break off so many bytes into a file's next answers
+    #: numbers of bytes after which the connections of the next downloads break
     cuts: list[int] = field(default_factory=list)
-    #: while it is cleared, files are begun and not gone on with, and then ``stalled``
+    #: while cleared, a download stops after its first byte, and ``stalled`` is set
     flows: threading.Event = field(default_factory=threading.Event)
     stalled: threading.Event = field(default_factory=threading.Event)
 
     def push(self, name: str, files: Files, revision: str = "main") -> str:
-        """Makes ``files`` the next commit of ``revision``."""
+        """Add ``files`` as the next commit of ``revision``; return the commit."""
         repository = self.repositories.setdefault(name, Repository())
         commit = hashlib.sha1(repr((name, sorted(files.items()))).encode()).hexdigest()
         repository.commits[commit] = files
@@ -56,7 +59,7 @@ class Hub:
         return commit
 
     def downloads(self) -> list[str]:
-        """The files that were sent, or begun."""
+        """Return the names of the files whose download was begun."""
         return sorted(
             line.rpartition("/")[2]
             for line in self.requests
@@ -65,7 +68,7 @@ class Hub:
 
 
 class _Refused(Exception):
-    """Answered with ``status`` and the hub's word for the error."""
+    """Error answered with ``status`` and the hub's error ``code``."""
 
     def __init__(self, status: int, code: str, message: str = "") -> None:
         super().__init__(code)
@@ -190,8 +193,10 @@ def serving() -> Iterator[Hub]:
 
 @contextmanager
 def in_use(cache: Path) -> Iterator[Hub]:
-    """The hub of this process and of its children, with ``cache``. huggingface_hub reads its
-    variables but once, when it is imported."""
+    """Run a hub that this process and its children use, with ``cache`` as the cache directory.
+
+    The constants of huggingface_hub are patched, because it reads its environment only on import.
+    """
     with serving() as hub, pytest.MonkeyPatch.context() as patch:
         template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         patch.setattr(constants, "ENDPOINT", hub.url)

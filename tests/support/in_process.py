@@ -1,4 +1,4 @@
-"""A cluster inside one process: routers and fake workers over real gRPC, one ledger."""
+"""Cluster in one process: routers and fake workers over real gRPC, and one ledger."""
 
 from __future__ import annotations
 
@@ -23,28 +23,32 @@ from worker.grammar.fork_server import GrammarForkServer
 from worker.runner.fake_runner import expected_tokens
 from worker.serving.rank import Rank
 
-# Everything shares one process here: a worker may be silent because a test is busy.
+# All parts share one process: a worker may be silent because the test is busy.
 ROUTER = RouterConfig(model="fake", port=0, http_port=0, drain=0.2, worker_silence=5.0)
+#: For tests of one leader: the lease outlasts any pause of the process on a busy machine.
+LONG_LEASE = replace(ROUTER, lease=30.0)
 WORKER = WorkerConfig(model="fake", num_blocks=256, fake=FakeModel(step_time=0.002))
 
 
 class KeptLedger(MemoryLedger):
-    """Outlives the routers that close it."""
+    """Ledger that ignores ``close``, because it outlives its routers."""
 
     async def close(self) -> None:
         pass
 
 
 class Held:
-    """A fake worker whose steps wait to be let: on a busy machine requests may otherwise begin and
-    end between two looks of a test."""
+    """Fake worker whose steps run only when a test permits them.
+
+    Otherwise requests could start and end between two checks of a test on a busy machine.
+    """
 
     def __init__(self, rank: Rank) -> None:
-        """Before it has work."""
+        """Take over ``rank``, which must not have requests yet."""
         assert rank._thread is not None
         self._rank = rank
         self._steps = threading.Semaphore(0)
-        self._is_released = False
+        self._is_released = self._is_waiting = False
         engine = cast("Any", rank._thread.ready.result())
         engine._runner._sleep = self._sleep
 
@@ -56,7 +60,9 @@ class Held:
     def _sleep(self, seconds: float) -> None:
         time.sleep(seconds)
         if not self._is_released:
+            self._is_waiting = True
             self._steps.acquire()
+            self._is_waiting = False
 
     def let(self, steps: int) -> None:
         for _ in range(steps):
@@ -66,10 +72,17 @@ class Held:
         self._is_released = True
         self._steps.release()
 
+    async def pace(self, step_s: float) -> None:
+        """Permit a step every ``step_s`` seconds, until cancelled."""
+        while True:
+            if self._is_waiting:
+                self.let(1)
+            await asyncio.sleep(step_s)
+
 
 @dataclass
 class Cluster:
-    """Parts are started and ended by name; what is left at the end is ended."""
+    """Routers and workers over one ledger; ``stop`` stops those still running."""
 
     ledger: Ledger = field(default_factory=lambda: KeptLedger(time.monotonic))
     router_config: RouterConfig = ROUTER
@@ -84,8 +97,8 @@ class Cluster:
         return self.routers[0].address
 
     async def add_router(self) -> Router:
-        # Few tests render a chat, and a renderer takes 0.5 s of CPU time to start. The first chat
-        # starts it.
+        # Few tests render a chat, and a renderer takes 0.5 s of CPU time to start. It starts at the
+        # first chat instead.
         with mock.patch.object(ChatTemplate, "start"):
             router = await Router.start(self.router_config, self.ledger)
         self.routers.append(router)
@@ -93,7 +106,7 @@ class Cluster:
 
     async def add_worker(self, **changes: object) -> Rank:
         rank = Rank(replace(self.worker_config, **changes))  # type: ignore[arg-type]
-        # The first grammar starts the process that compiles it, for the same reason.
+        # For the same reason, the process that compiles grammars starts at the first grammar.
         with mock.patch.object(GrammarForkServer, "prestart"):
             info = await rank.start()
         # A router may have another model's tokenizer, for which the fake workers stand in.
@@ -110,12 +123,12 @@ class Cluster:
         )
 
     def hold(self) -> list[Held]:
-        """The workers, none of which takes a step that it is not let take."""
+        """Hold all workers: each steps only when permitted."""
         self.held = [Held(rank) for rank in self.workers]
         return self.held
 
     async def kill_worker(self, rank: Rank) -> None:
-        """Without handing anything back."""
+        """Stop a worker without draining it."""
         self.workers.remove(rank)
         await rank.stop()
 
@@ -124,7 +137,7 @@ class Cluster:
         await self.kill_worker(rank)
 
     async def kill_router(self, router: Router) -> None:
-        """Without giving back leases or telling clients: its streams just break."""
+        """Stop a router without releasing leases or ending streams, which just break."""
         self.routers.remove(router)
         for task in router._tasks:
             task.cancel()
@@ -140,7 +153,7 @@ class Cluster:
             await template.close()
 
     async def stop(self) -> None:
-        """Ends what is left; by then no worker may hold a KV block."""
+        """Stop all parts; check that the workers release all KV blocks."""
         for held in self.held:
             held.release()
         for router in self.routers:
@@ -172,8 +185,26 @@ async def cluster(
         await parts.stop()
 
 
-async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    """Waits for a condition; a timeout is a failure."""
+@asynccontextmanager
+async def paced_cluster(
+    routers: int = 1, workers: int = 1, step_s: float = 0.01, **options: Any
+) -> AsyncIterator[Cluster]:
+    """Run a cluster whose workers take no step while the event loop is paused.
+
+    A request thus cannot end before the test acts on it, however long a busy machine pauses this
+    process. The workers take a step every ``step_s`` seconds. ``options`` are those of ``cluster``.
+    """
+    async with cluster(routers, workers, **options) as parts:
+        pacing = [asyncio.create_task(held.pace(step_s)) for held in parts.hold()]
+        try:
+            yield parts
+        finally:
+            for task in pacing:
+                task.cancel()
+
+
+async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Wait until ``condition`` holds; raise TimeoutError after ``seconds``."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.002)
@@ -181,7 +212,7 @@ async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
 
 @dataclass
 class Received:
-    """A stream as its client saw it: every token with its offset, in the order of arrival."""
+    """Stream as its client received it: the offset of each token, in the order of arrival."""
 
     request_id: str
     tokens: list[int] = field(default_factory=list)
@@ -197,7 +228,7 @@ class Received:
 async def receive(
     client: AsyncClient, prompt: list[int], count: int, **options: object
 ) -> Received:
-    """Greedy tokens of one request, to its end."""
+    """Generate greedily, and return the whole stream."""
     stream = client.generate(prompt, max_tokens=count, temperature=0.0, **options)  # type: ignore[arg-type]
     received = Received(stream.request_id)
     async for chunk in stream:

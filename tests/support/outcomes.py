@@ -1,4 +1,4 @@
-"""Outcomes of requests, for tests of what is made of them."""
+"""Outcomes of requests, for tests of reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def outcome(
     error: str = "",
     counted_by: CountedBy = CountedBy.USAGE,
 ) -> Outcome:
-    """Return an outcome whose pieces have one token; ``ttft_s`` counts from the sending."""
+    """Return an outcome with one token per piece; ``ttft_s`` counts from the time of sending."""
     sent = due + lag_s
     pieces = [sent + ttft_s + number * gap_s for number in range(tokens)]
     ended = pieces[-1] if pieces else sent

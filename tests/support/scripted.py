@@ -1,7 +1,9 @@
-"""A worker with the demo model's weights and a chat template of one's own, whose answers a test
-decides: it says what its prompt has between SAY and the end of that turn, and where there is no
-such thing, or a grammar holds, what the model says. THEN divides what it says into steps: it says
-the first one, and the next one for each tool result that follows in the prompt."""
+"""Worker that runs the demo model with a custom chat template and scripted answers.
+
+A prompt's script is the text from SAY to the end of that turn. Without a script, or under a
+grammar, the worker returns the model's own output. THEN divides a script into steps: the first is
+the first answer, and each tool result in the prompt selects the next one.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,12 @@ BODIES: dict[str, dict[str, Any]] = {
 THEN = "then:"
 #: Ends of turns, in the templates of tests.support.router.chat_support.
 _ENDS = ("<|im_end|>", "<|eot_id|>")
-#: Begin of a tool result, in chat_support.HERMES.
+#: Start of a tool result, in chat_support.HERMES.
 _RESULT = "<tool_response>"
 
 
 class ScriptedRunner:
-    """``runner``, but for the tokens of what has a script; a step takes ``step_time`` longer."""
+    """Runner that replaces tokens of sequences with a script; steps take ``step_time`` s longer."""
 
     def __init__(
         self, runner: Runner, tokenizer: HuggingFaceTokenizer, eos_id: int, step_time: float
@@ -47,7 +49,7 @@ class ScriptedRunner:
         self._tokenizer = tokenizer
         self._eos_id = eos_id
         self._step_time = step_time
-        #: by slot, the prompt's length and what is said behind it
+        #: by slot: the prompt's length and the scripted output
         self._scripts: dict[int, tuple[int, list[int]]] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -89,8 +91,11 @@ async def scripted_cluster(
     num_blocks: int = 256,
     step_time: float = 0.0,
 ) -> AsyncIterator[Cluster]:
-    """Serve the demo model with ``template`` as its chat template from ``directory``, after
-    ``change`` has edited its files there. The steps of all workers take ``step_time`` longer."""
+    """Serve a copy of the demo model in ``directory`` with ``template`` as its chat template.
+
+    ``change`` edits the copied files before the start. Each worker's steps take ``step_time``
+    seconds longer.
+    """
     shutil.copytree(DEMO_MODEL, directory, dirs_exist_ok=True)
     (directory / "chat_template.jinja").write_text(template)
     change(directory)

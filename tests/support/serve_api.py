@@ -8,7 +8,7 @@ from typing import Any
 
 
 def call(url: str, body: object = None) -> Any:
-    """Return the JSON answer to a GET of ``url``, or to a PUT of ``body`` if there is one."""
+    """Return the JSON answer to a GET of ``url``, or to a PUT if there is a ``body``."""
     # When a process starts a Ray cluster and ~/.ray/auth_token exists, Ray turns on token
     # authentication for it (RAY_AUTH_MODE).
     from ray._private.authentication.http_token_authentication import (

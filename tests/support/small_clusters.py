@@ -1,4 +1,4 @@
-"""Small clusters to forecast, shared by the tests."""
+"""Small clusters to forecast, shared by tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cluster.simulator.workloads.arrivals import Arrival
 from everlift.step_time import Roofline
 from worker.config import WorkerConfig
 
-#: 10 ms a step, and 100 us for each token of a prompt beyond a hundred.
+#: 10 ms a step, plus 100 us for each prompt token beyond a hundred.
 STEP_TIME = Roofline(overhead_s=0.0, weights_s=0.01, token_s=1e-4, kv_token_s=1e-7)
 ENGINE = WorkerConfig(
     model="fake", num_blocks=200, max_model_len=1024, max_num_seqs=8, max_num_batched_tokens=128

@@ -1,4 +1,4 @@
-"""The benchmark of the engine, in small."""
+"""The engine benchmark with a few requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def requests() -> list[Request]:
 def test_transformers_baseline_returns_tokens_per_request(
     way: str, requests: list[Request]
 ) -> None:
-    # A process of its own, as always: continuous batching leaves warnings and a logger behind.
+    # A separate process, as in the benchmark: continuous batching leaves warnings and a logger.
     job = replace(engine.job("tiny", SETTINGS[way], 1, requests), alone=[])
     result = engine.run(way, engine.Setup("engine_transformers", SETTINGS[way]), job)
     assert [len(tokens) for tokens in result.tokens] == [4, 11, 7]

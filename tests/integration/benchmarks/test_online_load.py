@@ -1,4 +1,4 @@
-"""The client of the benchmark of the whole product, and that benchmark in small."""
+"""The client of the end-to-end benchmark, and that benchmark with a small load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of the router, in small."""
+"""The router benchmark with a small load."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_router_benchmark_measures_streams_and_requests(tmp_path: Path) -> None:
 
 
 class Short(inference_pb2_grpc.InferenceServicer):
-    """Answers with one token, whatever is asked for."""
+    """Server that answers every request with one token, even if more are requested."""
 
     async def Generate(self, request, context):  # type: ignore[no-untyped-def]
         yield pb.GenerateResponse(token_ids=[1], finish_reason=pb.FINISH_REASON_LENGTH)

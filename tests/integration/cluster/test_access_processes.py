@@ -1,4 +1,4 @@
-"""A cluster of plain processes that wants keys, operated as people do: by the command line."""
+"""A cluster of plain processes that requires API keys, operated by the command line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS = {
 }
 PROMPT, OUTPUT, SALT = "XYZZYPROMPT", "XYZZYOUTPUT", "XYZZYSALT"
 TEXTS = {"regex": "(XYZZYREGEX", "json_schema": '{"type": "XYZZYSCHEMA"}', "ebnf": "XYZZYEBNF ::="}
-#: A key that was made, or revoked, holds everywhere so soon; the rest is for a busy machine.
+#: Time for a created or revoked key to reach all routers, with a margin for a busy machine.
 TIMEOUT_S = 20.0
 
 
@@ -50,7 +50,7 @@ async def cluster(config: Config) -> AsyncIterator[ProcessCluster]:
 
 
 async def come_in(cluster: ProcessCluster, key: str) -> None:
-    """Waits until each router knows it."""
+    """Wait until every router accepts the key."""
     for address in cluster.addresses:
         async with asyncio.timeout(TIMEOUT_S), AsyncClient(address, api_key=key) as client:
             while True:
@@ -62,7 +62,7 @@ async def come_in(cluster: ProcessCluster, key: str) -> None:
 
 
 async def stay_out(cluster: ProcessCluster, key: str) -> None:
-    """Waits until none knows it."""
+    """Wait until every router rejects the key."""
     for address in cluster.addresses:
         async with asyncio.timeout(TIMEOUT_S), AsyncClient(address, api_key=key) as client:
             with suppress(Unauthenticated):
@@ -142,12 +142,12 @@ async def test_logs_and_metrics_contain_no_key_prompt_or_output(
         if marker in text
     ]
     assert found == []
-    # They do have what there was, or this test would have looked elsewhere.
+    # The tenant shows that these are the logs of the requests.
     assert '"tenant": "acme"' in texts["router-0.log"] + texts["router-1.log"]
 
 
 async def _everything(cluster: ProcessCluster, keys: list[str]) -> None:
-    """Send valid and invalid requests that are full of markers."""
+    """Send valid and invalid requests with markers in all their texts."""
     for key in (*keys, keys[0] + "XYZZY", "XYZZY"):
         async with AsyncClient(cluster.addresses, api_key=key, reconnect_s=5.0) as client:
             asked = [

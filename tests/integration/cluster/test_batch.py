@@ -29,7 +29,8 @@ from worker.runner.fake_runner import expected_tokens
 
 ROOT = Path(__file__).parents[3]
 LINES, TOKENS = 60, 20
-SLOW = ("--set", "worker.fake.step_time=0.01", "--set", "worker.max_num_seqs=4")
+#: The batch takes 15 s, so that no stall of the test outlasts it.
+SLOW = ("--set", "worker.fake.step_time=0.05", "--set", "worker.max_num_seqs=4")
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """Greedy and sampled lines, all of the same length."""
+    """Batch file of greedy and sampled lines with the same output length."""
     path = tmp_path / "batch.jsonl"
     lines = [
         {"id": f"id-{i}", "prompt": [i, 2, 3], "max_tokens": TOKENS, "temperature": i % 2}
@@ -56,12 +57,12 @@ def output(file: Path, name: str = "batch.out.jsonl") -> Path:
 
 
 def texts(path: Path) -> dict[str, str]:
-    """Return the texts by id. No id is there twice."""
+    """Return the texts by id, after a check that the ids are unique."""
     return {name: body["choices"][0]["text"] for name, body in bodies(path).items()}
 
 
 def bodies(path: Path) -> dict[str, Any]:
-    """Return the answers by id. No id is there twice."""
+    """Return the answers by id, after a check that the ids are unique."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
     found = {record["custom_id"]: record["response"]["body"] for record in records}
     assert len(found) == len(records)
@@ -95,7 +96,7 @@ def num_lines(path: Path) -> int:
 async def test_killed_batch_resumes_with_the_same_output(file: Path) -> None:
     arguments = (file, "--local", "--model", "fake")
     async with started(*arguments, *SLOW) as process:
-        await until(lambda: num_lines(output(file)) >= 8)
+        await until(lambda: num_lines(output(file)) >= 8, seconds=90.0)
         process.send_signal(signal.SIGKILL)
         await process.wait()
     before = texts(output(file))
@@ -121,7 +122,7 @@ async def test_killed_batch_resumes_with_the_same_output(file: Path) -> None:
 
 async def test_batch_interrupted_by_ctrl_c_can_be_resumed(file: Path) -> None:
     async with started(file, "--local", "--model", "fake", *SLOW) as process:
-        await until(lambda: num_lines(output(file)) >= 8)
+        await until(lambda: num_lines(output(file)) >= 8, seconds=90.0)
         process.send_signal(signal.SIGINT)
         out, err = await process.communicate()
     assert process.returncode not in (0, None)
@@ -140,7 +141,7 @@ async def test_batch_with_malformed_line_does_not_start(tmp_path: Path) -> None:
 
 
 async def generated(parts: Cluster) -> int:
-    """Tokens that the workers have made."""
+    """Return the number of tokens that the workers have generated, once they are idle."""
     engines = [rank._thread.ready.result() for rank in parts.workers if rank._thread is not None]
     await until(lambda: all(engine.load().blocks_used == 0 for engine in engines))
     return sum(engine.load().output_tokens for engine in engines)
@@ -148,7 +149,7 @@ async def generated(parts: Cluster) -> int:
 
 @pytest.mark.long
 async def test_restarted_batch_generates_no_token_twice(file: Path) -> None:
-    """The command is killed, and its file is then run twice: every token is generated once."""
+    """The command is killed and run again with the same file."""
     slow = replace(WORKER, max_num_seqs=4, fake=FakeModel(step_time=0.01))
     async with cluster(worker_config=slow) as parts:
         arguments = (file, "--address", parts.address)
@@ -163,7 +164,7 @@ async def test_restarted_batch_generates_no_token_twice(file: Path) -> None:
             f"{LINES} of {LINES} done, 0 of them failed; {LINES * TOKENS} tokens" in result.stdout
         )
         assert await generated(parts) == LINES * TOKENS
-        # The files were deleted with the first fetch.
+        # The command deletes a batch's files after it has fetched the results.
         assert (await get(parts.routers[0].http_address, "/v1/files")).json["data"] == []
     found = texts(output(file))
     decode = ByteTokenizer().decode

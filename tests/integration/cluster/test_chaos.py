@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from everlift.v1 import inference_pb2 as pb
 from router.ledger.embedded.embedded import running_url
 from router.ledger.redis.connections import Command
 from router.ledger.redis.redis_ledger import connect
-from tests.support.router import patient
+from tests.support.router import retrying
 from tests.support.router.restored_logging import restored_logging
 from worker.config import FakeModel
 from worker.runner.fake_runner import expected_tokens
@@ -55,7 +56,13 @@ def config(tmp_path: Path) -> Config:
 
 @pytest.fixture
 async def cluster(config: Config) -> AsyncIterator[ProcessCluster]:
-    """Found by the commands as one of ``everlift up`` is."""
+    async with published(config) as cluster:
+        yield cluster
+
+
+@asynccontextmanager
+async def published(config: Config) -> AsyncIterator[ProcessCluster]:
+    """Run a cluster which commands find like one of ``everlift up``."""
     async with ProcessCluster(config, revive=True) as cluster:
         with endpoint.published(config.state_dir, cluster.addresses):
             yield cluster
@@ -66,14 +73,14 @@ async def run(*arguments: str) -> Result:
 
 
 async def struck(*arguments: str) -> str:
-    """Return the output of a command of chaos."""
+    """Return the output of an ``everlift chaos`` command."""
     result = await run("chaos", *arguments)
     assert result.exit_code == 0, result.output
     return result.stdout.strip()
 
 
 def killed(said: str) -> str:
-    """Return the worker that was killed, which had a request."""
+    """Return the id of the killed worker from the output of a command."""
     [worker] = re.findall(r"^killed (?:rank 1 of )?worker (\w+)", said)
     return str(worker)
 
@@ -85,17 +92,17 @@ async def until(holds: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def alive(cluster: ProcessCluster) -> set[str]:
-    async with patient.client(cluster.addresses) as client:
+    async with retrying.client(cluster.addresses) as client:
         return {worker.worker_id for worker in (await client.status()).workers if worker.alive}
 
 
 async def during(cluster: ProcessCluster, *commands: tuple[str, ...]) -> list[str]:
-    """Return the outputs of commands of chaos that are run at the beginning of a stream.
+    """Return the outputs of ``everlift chaos`` commands that are run during a stream.
 
-    The stream must have the right tokens.
+    The commands run after 10 tokens. The stream must have the expected tokens.
     """
     whom, tokens = [], []
-    async with patient.client(cluster.addresses) as client:
+    async with retrying.client(cluster.addresses) as client:
         stream = client.generate(PROMPT, max_tokens=TOKENS, temperature=0.0)
         async for chunk in stream:
             tokens += chunk.token_ids
@@ -130,10 +137,15 @@ async def test_chaos_killed_rank_ends_its_worker(config: Config) -> None:
                 await asyncio.sleep(0.02)
 
 
-async def test_chaos_faults_hit_their_targets_without_harming_streams(
-    cluster: ProcessCluster,
-) -> None:
-    async with patient.client(cluster.addresses) as client:
+async def test_chaos_faults_hit_their_targets_without_harming_streams(config: Config) -> None:
+    # A process without a core for a second keeps its leadership and its worker.
+    router = replace(config.router, lease=20.0, worker_silence=20.0)
+    async with published(replace(config, router=router)) as cluster:
+        await check_faults(cluster)
+
+
+async def check_faults(cluster: ProcessCluster) -> None:
+    async with retrying.client(cluster.addresses) as client:
         leader = (await client.status()).leader
     first, second = sorted(await alive(cluster))
     assert await during(
@@ -154,11 +166,11 @@ async def test_chaos_faults_hit_their_targets_without_harming_streams(
     ]
 
     async def is_ledger_back() -> bool:
-        async with patient.client(cluster.addresses) as client:
+        async with retrying.client(cluster.addresses) as client:
             return not (await client.status()).ledger.away
 
     await until(is_ledger_back)
-    result = await run("chaos", "check", "--patience", "1")
+    result = await run("chaos", "check", "--recheck-after", "1")
     assert result.exit_code == 0, result.output
 
 
@@ -169,7 +181,7 @@ async def test_paused_leader_is_replaced_by_the_other_router(cluster: ProcessClu
 
     async def is_led_by_another() -> bool:
         for address in cluster.addresses:
-            async with patient.client(address) as client, asyncio.timeout(5):
+            async with retrying.client(address) as client, asyncio.timeout(5):
                 if (await client.status()).leader not in ("", leader):
                     return True
         return False
@@ -182,7 +194,7 @@ async def test_drained_worker_is_empty_and_receives_no_requests(cluster: Process
     worker = min(await alive(cluster))
     result = await run("drain", worker[:6], "--wait")
     assert result.stdout.splitlines()[-1] == f"{worker} has no requests left"
-    async with patient.client(cluster.address) as client:
+    async with retrying.client(cluster.address) as client:
         stream = client.generate(PROMPT, max_tokens=TOKENS, temperature=0.0)
         assert [token async for chunk in stream for token in chunk.token_ids] == expected_tokens(
             PROMPT, TOKENS, FAKE
@@ -229,7 +241,7 @@ async def test_chaos_command_is_rejected_without_chaos(config: Config) -> None:
 
 @pytest.mark.long
 async def test_chaos_check_finds_a_corrupted_ledger(cluster: ProcessCluster) -> None:
-    async with patient.client(cluster.address) as client:
+    async with retrying.client(cluster.address) as client:
         for name in ("whole", "broken"):
             await client.generate(PROMPT, max_tokens=3, temperature=0.0, request_id=name).text()
         assert (await client.get_request("whole")).state == pb.REQUEST_STATE_FINISHED
@@ -239,10 +251,10 @@ async def test_chaos_check_finds_a_corrupted_ledger(cluster: ProcessCluster) -> 
     key = ledger._shards.key("r:broken")
     await ledger._shards.run_commands("test", Command(key, ("DEL", key)))
     await ledger.close()
-    table = await run("chaos", "check", "--patience", "0")
+    table = await run("chaos", "check", "--recheck-after", "0")
     assert table.exit_code == 1
     assert "t:broken:0 has no request" in table.stdout
-    result = await run("chaos", "check", "--patience", "0", "--json", "--ledger", url)
+    result = await run("chaos", "check", "--recheck-after", "0", "--json", "--ledger", url)
     found = json.loads(result.stdout)
     assert found["requests"]["finished"] == 1
     assert found["counts"] == dict.fromkeys(

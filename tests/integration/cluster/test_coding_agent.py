@@ -1,4 +1,4 @@
-"""A coding agent, Codex, against a cluster that loses a worker; the model follows a script."""
+"""The coding agent Codex against a cluster with a scripted model, which loses a worker."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ COMMIT = f'{TEST} && git add {FILE} && git commit -q -m "Add double"'
 
 
 def call(command: str) -> str:
-    """Return a call of Codex's tool for shell commands, as the model writes it."""
+    """Return the model's text of a call of Codex's tool for shell commands."""
     written = json.dumps({"name": "exec_command", "arguments": {"cmd": command}})
     return f"<tool_call>\n{written}\n</tool_call>"
 
@@ -68,14 +68,17 @@ def git(repository: Path, *arguments: str) -> str:
 
 
 def lengthen_context(model: Path) -> None:
-    """Let the model have a context for Codex's prompts, whose tools alone are 8,000 tokens."""
+    """Extend the model's context to fit Codex's prompts, whose tools alone are 8,000 tokens."""
     path = model / "config.json"
     changed = json.loads(path.read_text()) | {"max_position_embeddings": 32768}
     path.write_text(json.dumps(changed))
 
 
 async def kill_second_answer(parts: Cluster) -> None:
-    """Kill the worker that answers the result of the first tool call, in the middle of it."""
+    """Kill the worker of the second request while it generates.
+
+    That request has the result of the first tool call.
+    """
     registry = parts.routers[0]._requests._registry
     await until(lambda: len(registry), seconds=60)
     [first] = registry

@@ -1,4 +1,4 @@
-"""The context length that a server reports, and max_tokens that it leaves no room for."""
+"""The reported context length, and values of max_tokens that exceed it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def models(parts: Cluster) -> dict[str, Any]:
     return dict(model)
 
 
-# one number
+# reported context length
 
 
 async def test_max_model_len_is_unknown_until_a_worker_joins() -> None:
@@ -45,8 +45,8 @@ async def test_max_model_len_is_unknown_until_a_worker_joins() -> None:
         cluster(workers=0, worker_config=SMALL) as parts,
         AsyncClient(parts.address) as client,
     ):
-        told = await models(parts)
-        assert (told["id"], told["max_model_len"]) == ("fake", None)
+        model = await models(parts)
+        assert (model["id"], model["max_model_len"]) == ("fake", None)
         answer = await ask(parts.routers[0].http_address, "/tokenize", {"prompt": "abc"}, JSON)
         assert (answer.json["count"], answer.json["max_model_len"]) == (3, None)
         assert (await client.models()).models[0].max_model_len == 0
@@ -66,7 +66,7 @@ async def test_max_model_len_is_restored_from_the_ledger() -> None:
         assert (await models(parts))["max_model_len"] == CONTEXT
 
 
-# accepted before any worker was there
+# requests accepted before a worker has joined
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ async def test_client_truncates_a_prompt_to_its_end() -> None:
 
 
 async def test_completions_default_max_tokens_is_clamped() -> None:
-    """A client that sets no max_tokens asks for no more than the context leaves."""
+    """The output of a request that sets no max_tokens fills the rest of the context."""
     async with cluster(workers=1, worker_config=SMALL) as parts:
         body = {"prompt": [7] * (CONTEXT - 5)}
         answer = await ask(parts.routers[0].http_address, "/v1/completions", body, JSON)
@@ -183,8 +183,8 @@ async def test_chat_error_names_the_field_its_client_set() -> None:
             context, total, prompt, completion = numbers(refused.message)
             assert (context, total, completion) == (64, 64 + prompt, 64)
             body = {"messages": [{"role": "user", "content": "hi"}], name: 64}
-            told = await ask(parts.routers[0].http_address, "/v1/chat/completions", body, JSON)
-            assert told.json["error"]["param"] == name
+            answer = await ask(parts.routers[0].http_address, "/v1/chat/completions", body, JSON)
+            assert answer.json["error"]["param"] == name
         assert await chat(parts, {"text": "hi", "max_tokens": None}, {}) == Answer()
 
 
@@ -192,7 +192,7 @@ async def test_long_chat_is_rejected_before_full_tokenisation() -> None:
     worker = WorkerConfig(model=str(DEMO_MODEL), device="cpu", num_blocks=2, num_threads=1)
     router = replace(ROUTER, model=str(DEMO_MODEL))
     async with cluster(workers=1, router_config=router, worker_config=worker) as parts:
-        # Fewer characters than are refused without a look at them.
+        # The number of characters alone does not reject these texts.
         for front, text in ((chat, "count " * 500), (FRONTS["HTTP"], "count " * 500)):
             refused = await front(parts, {"text": text}, {})
             assert refused.slug == "prompt_too_long"

@@ -1,4 +1,4 @@
-"""However `everlift demo` ends, it leaves nothing, and says what was not answered."""
+"""Cleanup after `everlift demo`, and its report of requests that were not completed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_failed_ray_start_leaves_no_ledger_and_no_directory(
 
 @pytest.fixture
 def of_others() -> Iterator[None]:
-    """A SIGTERM that nobody takes ends a test, and not all of them."""
+    """Signal handler that makes an unhandled SIGTERM fail one test instead of ending the run."""
 
     def refuse(number: int, frame: object) -> None:
         raise AssertionError(number)
@@ -84,19 +84,19 @@ def test_demo_ended_by_a_signal_leaves_no_directory(
 
 
 class Refusing(inference_pb2_grpc.InferenceServicer):
-    """Answers ``room`` requests with two tokens, and no other."""
+    """Server that answers ``capacity`` requests with two tokens and rejects all others."""
 
-    def __init__(self, room: int) -> None:
-        self._room = room
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
 
     async def Generate(
         self,
         request: pb.GenerateRequest,
         context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
     ) -> AsyncIterator[pb.GenerateResponse]:
-        self._room -= 1
-        if self._room < 0:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room")
+        self._capacity -= 1
+        if self._capacity < 0:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no capacity left")
         yield pb.GenerateResponse(
             request_id="r", token_ids=[1, 2], finish_reason=pb.FINISH_REASON_STOP
         )
@@ -106,10 +106,10 @@ class Refusing(inference_pb2_grpc.InferenceServicer):
         return pb.GetRequestResponse(output_tokens=2)
 
 
-@pytest.mark.parametrize("room", [0, 1, 2])
-async def test_demo_load_counts_rejected_requests_as_not_completed(room: int) -> None:
+@pytest.mark.parametrize("capacity", [0, 1, 2])
+async def test_demo_load_counts_rejected_requests_as_not_completed(capacity: int) -> None:
     server = grpc.aio.server()
-    inference_pb2_grpc.add_InferenceServicer_to_server(Refusing(room), server)
+    inference_pb2_grpc.add_InferenceServicer_to_server(Refusing(capacity), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     load = Load(f"127.0.0.1:{port}", counting_tasks(3, 1))
@@ -118,7 +118,7 @@ async def test_demo_load_counts_rejected_requests_as_not_completed(room: int) ->
     finally:
         await server.stop(None)
     summary = load.summary()
-    assert (summary["requests"], summary["completed"]) == (3, room)
-    assert (summary["output_tokens"], summary["tokens_lost"]) == (2 * room, 0)
-    assert (summary["ttft_ms"]["p50"] is None) == (room == 0)
+    assert (summary["requests"], summary["completed"]) == (3, capacity)
+    assert (summary["output_tokens"], summary["tokens_lost"]) == (2 * capacity, 0)
+    assert (summary["ttft_ms"]["p50"] is None) == (capacity == 0)
     assert describe(summary).row_count == 9

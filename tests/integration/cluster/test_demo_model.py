@@ -1,6 +1,6 @@
-"""The shipped demo model says exactly what its text prescribes.
+"""Exact answers of the shipped demo model to held-out prompts.
 
-Held-out prompts only: the training script never saw one of them.
+Held-out prompts are never part of the training data.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ def engine() -> TorchEngine:
 def wrong(
     engine: TorchEngine, tokenizer: FastTokenizer, asked: Sequence[Example]
 ) -> list[tuple[str, str]]:
-    """(prompt, what was said instead of the right answer), all asked in one batch."""
+    """Return (prompt, answer) of each wrong answer; all prompts are in one batch."""
     jobs = [
         Job(tokenizer.encode(e.prompt), 2 + len(tokenizer.encode(e.answer)), GREEDY) for e in asked
     ]

@@ -1,9 +1,9 @@
-"""A live engine's log, played again through what a forecast has of it: the same batches.
+"""Replay of a live engine's step log by the simulator's scheduler: the batches are equal.
 
-The live one has tokens, hashes and a thread, and takes what comes when it comes. The other one has
-the product's scheduler too, but for sequences whose tokens nobody knows: their blocks have names,
-and they end after as many tokens as the live ones did. What the live one looked at when a step
-began, its log says: the time, and for whom a grammar was not ready.
+The live engine has tokens, block hashes and a thread, and takes requests as they arrive. The
+replay uses the product's scheduler for sequences with unknown tokens. Their blocks have names, and
+they end after as many tokens as the live ones. The other inputs of a step are in its log entry:
+the time, and the slots whose grammars were not ready.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from worker.runner.fake_runner import FakeRunner
 from worker.serving.inbox import Inbox
 from worker.serving.loop import LeadingLoop, Report
 
-#: A token is due when two or three steps have begun since the one before it.
+#: With SLAI, a token is due two or three steps after the one before it.
 POLICIES = {
     "continuous": Scheduling(),
     "static": Scheduling("static"),
@@ -44,22 +44,22 @@ POLICIES = {
     "magnus": Scheduling("magnus"),
 }
 
-#: Of each row the slot, start, number of tokens, whether it draws, and its blocks.
+#: Slot, start, number of tokens, whether a token is sampled, and KV blocks of each row.
 Batch: TypeAlias = list[tuple[Any, ...]]
 
-#: Ends by a stop token now and then, where it likes.
+#: Sequences may end early, at random positions, by the EOS token.
 MODEL = FakeModel(eos_one_in=40, step_time=0.0005)
-#: Blocks are short: some are preempted.
+#: The KV blocks do not suffice for all sequences, so some are preempted.
 LIMITS = limits(
     num_blocks=14, max_num_seqs=6, max_num_batched_tokens=48, max_model_len=400, model=MODEL
 )
 REQUESTS = 60
-#: Tokens that prompts of a group have in common.
+#: Length in tokens of the prefix that prompts of a group share.
 STEM = 2 * BLOCK_SIZE + 5
 
 
 class Waiting(FakeRunner):
-    """Now and then somebody's next token would have to wait for a grammar."""
+    """Fake runner that reports random slots as waiting for their grammars."""
 
     def __init__(self, bounds: Limits, seed: int) -> None:
         super().__init__(bounds.num_blocks, MODEL)
@@ -72,7 +72,7 @@ class Waiting(FakeRunner):
 
 @dataclass
 class Live:
-    """Record of an engine's run: the changes before each step, and the batch of the step."""
+    """Record of an engine's run: the log entry and the batch of each step."""
 
     bounds: Limits
     entries: list[session_pb2.StepLog] = field(default_factory=list)
@@ -90,8 +90,10 @@ class Live:
         self.collected.take(report.outcomes)
 
     def run(self, seed: int, policies: Sequence[EnginePolicy] = ()) -> None:
-        """Requests come at random moments, and some of their clients go. Meanwhile one of the
-        ``policies`` after the other begins to hold."""
+        """Run requests that arrive and are aborted at random times.
+
+        Meanwhile the engine is switched to each of the ``policies`` in turn.
+        """
         engine = Engine(Waiting(self.bounds, seed), self.bounds, within=self.executed)
         inbox = Inbox()
         loop = LeadingLoop(engine, inbox, self.report, self)
@@ -105,7 +107,7 @@ class Live:
                 while inbox._orders.policy:
                     time.sleep(0.001)
             inbox.start(EngineSequence.from_start(request(epoch, dice), self.bounds))
-            # Most come faster than they are served, so that blocks are short.
+            # Most arrive faster than they are served, so that KV blocks run out.
             time.sleep(0.005 if epoch % 8 == 0 else 0.0)
             if dice.random() < 0.1:
                 inbox.abort(Abort(epoch))
@@ -129,25 +131,26 @@ def request(epoch: int, dice: Random) -> session_pb2.Start:
     )
 
 
-def named(told: session_pb2.Start, num_outputs: int) -> NamedSequence:
-    """Return the simulator's sequence for a request: only its lengths and its shared prefix."""
-    group = told.prompt_ids[0] // 100 if len(told.prompt_ids) > STEM else 0
-    shares = group and list(told.prompt_ids[:STEM]) == prompt(STEM, group * 100)
+def named(message: session_pb2.Start, num_outputs: int) -> NamedSequence:
+    """Return the simulator's sequence for a request, which has only lengths and shared prefix."""
+    group = message.prompt_ids[0] // 100 if len(message.prompt_ids) > STEM else 0
+    shares = group and list(message.prompt_ids[:STEM]) == prompt(STEM, group * 100)
     arrival = Arrival(
         0.0,
-        len(told.prompt_ids),
+        len(message.prompt_ids),
         num_outputs,
-        told.max_tokens,
-        told.priority,
+        message.max_tokens,
+        message.priority,
         prefix=(group,) if shares else (),
         prefix_part_tokens=STEM,
     )
-    names = BlockNames(told.epoch, arrival)
-    return NamedSequence.create(told.epoch, told.request_id, arrival, names, told.predicted_tokens)
+    names = BlockNames(message.epoch, arrival)
+    return NamedSequence.create(
+        message.epoch, message.request_id, arrival, names, message.predicted_tokens
+    )
 
 
 def batch(plan: Plan) -> Batch:
-    """Return the slot, position, number of tokens and KV blocks of each row."""
     return [
         (row.slot, row.start, len(row.tokens), row.samples, tuple(row.block_table))
         for row in plan.rows
@@ -155,16 +158,16 @@ def batch(plan: Plan) -> Batch:
 
 
 def played_again(live: Live, num_at_once: int) -> Iterator[tuple[int, Batch | None]]:
-    """Yield each step's number and batch; None for a step that was computed with others."""
+    """Yield each step's number and batch; None for a step computed together with others."""
     scheduler = MultiStepScheduler(live.bounds)
     skipped = 0
     for turn, entry in enumerate(live.entries[:-1]):
         if (policy := policy_named(entry.engine_policy)) is not None:
             scheduler.set_policy(policy)
-        for told in entry.starts:
-            collected = live.collected.tokens.get(SequenceKey(told.epoch, 0), [])
-            has_ended = SequenceKey(told.epoch, 0) in live.collected.stops
-            scheduler.add(named(told, len(collected) if has_ended else told.max_tokens))
+        for message in entry.starts:
+            collected = live.collected.tokens.get(SequenceKey(message.epoch, 0), [])
+            has_ended = SequenceKey(message.epoch, 0) in live.collected.stops
+            scheduler.add(named(message, len(collected) if has_ended else message.max_tokens))
         for abort in entry.aborts:
             for sequence in scheduler.of_epoch(abort.epoch):
                 scheduler.remove(sequence)
@@ -185,10 +188,10 @@ def played_again(live: Live, num_at_once: int) -> Iterator[tuple[int, Batch | No
 
 
 def quiet(scheduler: MultiStepScheduler, entries: list[session_pb2.StepLog], most: int) -> int:
-    """Return how many steps can be computed at once.
+    """Return the number of steps, at most ``most``, that can be computed at once.
 
-    These are the steps before the next one with a start, an abort or a held slot. The orders of the
-    first step are already applied.
+    They precede the next step with a start, an abort, a held slot or a change of policy. The
+    changes of the first step are already applied.
     """
     first, *after = entries
     if not most or first.held_slots:
@@ -205,7 +208,7 @@ def changes_anything(entry: session_pb2.StepLog) -> bool:
     ("policy", "num_at_once"),
     [
         *(("continuous", 0), ("continuous", 16), ("static", 0), ("static", 16)),
-        # By the time every step may be another one.
+        # These policies depend on the time, so steps cannot be computed together.
         *(("slai", 0), ("magnus", 0)),
     ],
 )
@@ -217,7 +220,7 @@ def test_forecast_batches_equal_those_of_the_live_engine(policy: str, num_at_onc
     for turn, each in batches.items():
         assert each is None or each == live.batches[turn], f"step {turn}"
     assert any(entry.held_slots for entry in live.entries)
-    # A closed batch may have blocks enough.
+    # A fixed batch may have enough blocks.
     assert policy in ("static", "magnus") or sum(live.collected.preemptions.values()) > 0
     at_once = sum(each is None for each in batches.values())
     assert (at_once > len(batches) / 20) == bool(num_at_once)
@@ -232,6 +235,6 @@ def test_forecast_batches_follow_policy_changes(num_at_once: int) -> None:
     assert batches.keys() == live.batches.keys()
     for turn, each in batches.items():
         assert each is None or each == live.batches[turn], f"step {turn}"
-    told = [entry.engine_policy for entry in live.entries if entry.engine_policy]
-    assert told == policies
+    logged = [entry.engine_policy for entry in live.entries if entry.engine_policy]
+    assert logged == policies
     assert any(each is None for each in batches.values()) == bool(num_at_once)

@@ -1,4 +1,4 @@
-"""Ranks out of a fork server: they start, end and are told about like others, and end with it."""
+"""Ranks that are forked from a fork server: start, end, reports, and the server's death."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from worker.config import WorkerConfig
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
 
 FAKE = WorkerConfig(model="fake")
-#: Its rank 0 reports its rendezvous, and then waits for the other one.
+#: Launch of rank 0 of two, which reports its rendezvous and waits for rank 1.
 HALF = RankLaunch("worker-0", "info", WorkerConfig(model="fake", tensor_parallel=2))
 
 
@@ -39,7 +39,7 @@ async def fork_server(tmp_path: Path) -> AsyncIterator[ForkServer]:
 
 
 async def rank(fork_server: ForkServer, tmp_path: Path) -> Child:
-    """Return a running rank."""
+    """Return a running rank, which waits for rank 1."""
     child = Child(HALF, fork_server, tmp_path / "rank.log")
     await child.start()
     assert "rendezvous" in await child.report()
@@ -64,7 +64,7 @@ def parent(pid: int) -> int:
 
 
 def descriptors(pid: int) -> dict[Path, str]:
-    """Return the open file of each descriptor; some may be closed while they are looked at."""
+    """Return the open file of each descriptor; descriptors may be closed meanwhile."""
     files = {}
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -78,7 +78,7 @@ def open_files(pid: int) -> set[str]:
 
 @pytest.mark.long
 async def test_fork_server_starts_ranks_despite_numpy_threads(tmp_path: Path) -> None:
-    """A single worker has all cores, and numpy comes with the model's runner."""
+    """The environment keeps numpy, which the model's runner imports, from starting threads."""
     launch = replace(HALF, worker=replace(HALF.worker, model=str(DEMO_MODEL)))
     fork_server = ForkServer(launch.worker, rank_environment(2, FAKE), tmp_path / "fork-server.log")
     child = Child(launch, fork_server, tmp_path / "rank.log")
@@ -204,7 +204,7 @@ async def test_closed_fork_server_is_not_restarted(fork_server: ForkServer, tmp_
         each.cancel()
     fork_server.close()
     async with asyncio.timeout(5):
-        # Whoever still waits for it there would start another one.
+        # A task which still waits for the fork server would start a new one.
         while asyncio.all_tasks() - before:
             await asyncio.sleep(0.01)
     assert fork_server._process is None
@@ -217,7 +217,7 @@ async def test_failed_fork_is_reported_and_closes_its_descriptors() -> None:
         read, write = os.pipe()
         assert fork_server_process.ForkServer(theirs)._fork([write]) == -1
         assert b"unavailable" in ours.recv(256)
-        assert os.read(read, 1) == b""  # nobody holds what it was sent
+        assert os.read(read, 1) == b""  # no process has the write end open
         os.close(read)
 
 
@@ -236,7 +236,7 @@ async def test_ranks_are_dead_once_fork_server_death_is_noticed(
 
 
 async def test_ended_rank_leaves_no_open_pipe(fork_server: ForkServer, tmp_path: Path) -> None:
-    """Another process may still hold the other end of the pipe with the rank's reports."""
+    """Another process may still have the write end of the rank's report pipe open."""
     await fork_server.load()
     before = open_files(os.getpid())
     child = await rank(fork_server, tmp_path)
@@ -259,7 +259,7 @@ def is_alive(pid: int) -> bool:
 
 
 async def test_fork_server_fails_to_load_beside_other_threads(tmp_path: Path) -> None:
-    """A forked process keeps only one of the fork server's threads."""
+    """A fork copies only one thread, so other threads of the fork server would be lost."""
     (tmp_path / "sitecustomize.py").write_text(
         "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
     )

@@ -1,4 +1,4 @@
-"""A cluster that serves a model of the hub: one commit of it, downloaded once."""
+"""A cluster that serves one commit of a hub model, which it downloads once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster whose hosts are IPv6's, as it is on a network that has no other addresses."""
+"""A cluster on IPv6 addresses, as on a network without IPv4."""
 
 from __future__ import annotations
 

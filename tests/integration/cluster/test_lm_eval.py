@@ -1,4 +1,4 @@
-"""lm-eval against a running cluster: its scores are those of its own model on the checkpoint."""
+"""lm-eval against a cluster: the scores equal those of its transformers backend."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from everlift import AsyncClient
 from tests.support.router.other_clients import ROOT, program
 
 SCRIPT = ROOT / "tests" / "clients" / "lm_eval_samples.py"
-#: Tokens of the longest window of a text. For an API, lm-eval subtracts two: one for the generated
-#: token, and one for the context of a rolling window.
+#: Maximum number of tokens in a window of a text. For an API, lm-eval subtracts two: the generated
+#: token, and the context of a rolling window.
 WINDOW = 64
 
 COUNTS = [
@@ -63,7 +63,7 @@ TASKS: dict[str, dict[str, Any]] = {
 
 
 def write_tasks(folder: Path) -> None:
-    """Write the tasks and their documents; JSON is YAML too."""
+    """Write the tasks and their documents; JSON is valid YAML."""
     folder.mkdir()
     for name, task in TASKS.items():
         documents = folder / f"{name}.jsonl"
@@ -85,7 +85,7 @@ def asked(kind: str, names: Sequence[str], *, is_chat: bool = False, **arguments
 
 
 async def evaluate(folder: Path, *runs: Any) -> list[Any]:
-    """Return what lm-eval received in each run, by task."""
+    """Return the answers that lm-eval received in each run, by task."""
     environ = {
         "PATH": "/usr/bin:/bin",
         "HOME": str(folder.parent / "home"),
@@ -95,7 +95,7 @@ async def evaluate(folder: Path, *runs: Any) -> list[Any]:
     }
     if any(each["kind"] == "hf" for each in runs):
         environ["EVERLIFT_TORCH"] = sysconfig.get_paths()["purelib"]
-    # With -P, the file triton.py in the script's folder is not taken for the package.
+    # Without -P, triton.py in the script's folder would be imported instead of the package.
     process = await asyncio.create_subprocess_exec(
         *(program("python"), "-P", str(SCRIPT), str(folder), json.dumps(runs)),
         env=environ,
@@ -115,7 +115,7 @@ async def evaluate(folder: Path, *runs: Any) -> list[Any]:
 
 
 def check_same(found: Any, expected: Any) -> None:
-    """Compare texts and flags, and numbers within 1e-3; sums of many within a 100,000th."""
+    """Compare texts and flags exactly, and numbers within 1e-3 or, if larger, 1e-5 of the value."""
     if isinstance(expected, list):
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
@@ -152,7 +152,7 @@ async def test_lm_eval_scores_equal_those_of_its_own_model(tmp_path: Path) -> No
         api: Any = {"model": "demo_model", "max_length": WINDOW + 2}
         texts: Any = {**api, "base_url": f"{base}/completions"}
         chats: Any = {**api, "base_url": f"{base}/chat/completions"}
-        # lm-eval cannot send a window of a text as a text: its ends may divide characters.
+        # lm-eval cannot send a window as text, because its ends may split characters.
         whole = [name for name in TASKS if name != "rolling"]
         *completed, chat = await evaluate(
             folder,

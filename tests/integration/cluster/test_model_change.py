@@ -1,4 +1,4 @@
-"""A worker of two ranks changes its model on command, and back, while requests run and wait."""
+"""Changes of a two-rank worker's model, and back, while requests run and wait."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_worker_changes_its_model_and_back_under_load(config: Config, tmp_
             await client.change_model(worker_of(await client.status(), "fake"), "other")
 
         first = worker_of(await client.status(), "demo_model")
-        # A worker that cannot get the files goes on serving its model, and says why.
+        # A worker which cannot load the files keeps its model and reports the cause.
         (tmp_path / "other").rename(tmp_path / "gone")
         await client.change_model(first, "other")
         await until(lambda it: "other: " in "".join(w.change_error for w in it.workers), client)
@@ -74,7 +74,7 @@ async def test_worker_changes_its_model_and_back_under_load(config: Config, tmp_
         changed = await client.change_model(first, "other")
         assert changed.worker_id == first and changed.model == "other"
         await until(lambda it: workers(it) == {"demo_model": 0, "other": 2, "fake": 1}, client)
-        # The workers are wanted where they are now.
+        # The desired number of workers of each model follows the change.
         await until(lambda it: not it.missing_workers, client)
         assert [await answer("other") for _ in range(2)] == [expected] * 2
         assert not any(it.done() for it in running), "no other model's worker takes them"

@@ -1,4 +1,4 @@
-"""LLM: a model in this process, with the fake runner."""
+"""``LLM``, which runs a model in this process, with the fake runner."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from concurrent.futures import wait
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,13 +31,19 @@ from everlift.errors import (
     SettingsError,
     UnknownModel,
 )
+from everlift.images import Image
 from everlift.messages import FinishReason
 from everlift.model_files import ModelUnavailable
 from everlift.sampling import SamplingParams
 from router.requests.tokenizer import ByteTokenizer
+from tests.support.images import png
+from tests.support.worker.fake_vllm_core import PLACEHOLDER_ID, FakeCore, process_images
 from worker.engine.engine import Engine
-from worker.engine.plan import Plan, RowResult
+from worker.engine.limits import Limits
+from worker.engine.plan import Plan, RowResult, Runner
 from worker.runner.fake_runner import FakeRunner, expected_tokens
+from worker.serving.engine_thread import EngineThread
+from worker.vllm_engine.engine import VllmEngine
 
 ROOT = Path(__file__).parents[3]
 
@@ -65,7 +72,7 @@ def text(tokens: list[int]) -> str:
 
 
 def test_completions_are_in_prompt_order(llm: LLM) -> None:
-    """More than the window holds, of lengths that let them end in another order."""
+    """The prompts exceed the window, and their output lengths make them end in another order."""
     asked = prompts(40)
     lengths = [1 + 7 * i % 23 for i in range(40)]
     answers = llm.generate(asked, each=[{"max_tokens": n} for n in lengths], temperature=0)
@@ -128,6 +135,24 @@ def test_log_probabilities_are_returned_with_their_tokens(llm: LLM) -> None:
     assert plain[0].choices[0].logprobs == plain[0].prompt_logprobs == ()
 
 
+def test_images_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(thread: EngineThread, runner: Runner) -> VllmEngine:
+        limits = replace(Limits.of(thread._config, runner), max_images=1)
+        core = FakeCore(limits, image_processor=process_images)
+        return VllmEngine(core, limits, thread._timed)
+
+    monkeypatch.setattr(EngineThread, "_build_engine", build)
+    prompt, image = [5, PLACEHOLDER_ID, 7], png(1)
+    with LLM("fake") as llm:
+        (answer,) = llm.generate([prompt], images=[image], n=2, seed=3, max_tokens=8)
+        with pytest.raises(OutOfRange, match="has 2 images; at most 1"):
+            llm.generate([prompt], images=[image] * 2)
+    seen = process_images(prompt, [Image.checked(image, "image")], b"").prompt_ids
+    sampling = SamplingParams(seed=3)
+    expected = [expected_tokens(seen, 8, sampling=sampling, choice=i) for i in range(2)]
+    assert [list(choice.token_ids) for choice in answer.choices] == expected
+
+
 def test_stream_output_equals_generate(llm: LLM) -> None:
     (whole,) = llm.generate([[1, 2]], n=2, seed=4, max_tokens=20, logprobs=1)
     with llm.stream([1, 2], n=2, seed=4, max_tokens=20, logprobs=1) as stream:
@@ -142,7 +167,7 @@ def test_stream_output_equals_generate(llm: LLM) -> None:
 
 
 def empty(llm: LLM) -> None:
-    """Waits until nothing is in the engine."""
+    """Wait until the engine has no sequence."""
     thread = llm._background._worker._rank._thread
     assert thread is not None
     deadline = time.monotonic() + 20.0
@@ -220,7 +245,7 @@ def test_engine_failure_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_close_cancels_running_requests() -> None:
-    llm = LLM("fake", fake={"step_time": 0.001})
+    llm = LLM("fake", fake={"step_time": 0.005})
     futures = [llm.submit("x") for _ in range(3)]
     llm.close()
     wait(futures)
@@ -232,12 +257,14 @@ def test_close_cancels_running_requests() -> None:
         llm.generate("x")
 
 
-def test_cancelled_future_leaves_no_sequence_in_the_engine(llm: LLM) -> None:
-    future = llm.submit("x")
-    assert future.cancel()
-    (answer,) = llm.generate([[1]], max_tokens=3, temperature=0)
-    assert answer.text == text(expected_tokens([1], 3))
-    empty(llm)
+def test_cancelled_future_leaves_no_sequence_in_the_engine() -> None:
+    # Its steps take 20 s in total, so that the request cannot end before it is cancelled.
+    with LLM("fake", fake={"step_time": 0.005}) as llm:
+        future = llm.submit("x")
+        assert future.cancel()
+        (answer,) = llm.generate([[1]], max_tokens=3, temperature=0)
+        assert answer.text == text(expected_tokens([1], 3))
+        empty(llm)
 
 
 def test_unclosed_llm_is_closed_by_garbage_collection() -> None:
@@ -252,6 +279,8 @@ def test_failed_llm_construction_leaves_nothing_behind(tmp_path: Path) -> None:
         LLM("fake", max_num_seq=3)
     with pytest.raises(SettingsError, match="num_blocks must be at least 1"):
         LLM("fake", num_blocks=0)
+    with pytest.raises(SettingsError, match="adapters need a model"):
+        LLM("fake", adapters=["sql=org/sql"])
 
 
 def test_close_from_another_thread_ends_generate() -> None:

@@ -1,4 +1,4 @@
-"""LLM with a real model: its texts are transformers', a cluster's, and those of two ranks."""
+"""``LLM`` with a real model: its outputs equal those of transformers, a cluster and two ranks."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from everlift.options import GenerateOptions
 from router.config import RouterConfig
 from tests.support.hub import in_use
 from tests.support.in_process import cluster
+from tests.support.worker.lora_files import write_adapter, write_merged
 from worker.config import WorkerConfig
 
 PROMPTS = ["count from 17 to 30:", "12 + 30 =", "repeat 🚀 3 times:", "alphabet from c to k:"]
@@ -59,7 +60,7 @@ def test_llm_greedy_texts_equal_transformers(llm: LLM) -> None:
 
 
 async def test_cluster_outputs_equal_llm_outputs(llm: LLM) -> None:
-    """Greedy and sampled, with log probabilities; by its client, and by the command."""
+    """The client's outputs are sampled and have log probabilities, the command's are greedy."""
     model = str(DEMO_MODEL)
     router = RouterConfig(model=model, port=0, http_host="", drain=0.2, worker_silence=5.0)
     worker = WorkerConfig(model=model, **SETTINGS)  # type: ignore[arg-type]
@@ -103,6 +104,17 @@ def test_llm_runs_an_adapted_architecture(tmp_path: Path) -> None:
     ids = torch.tensor([answer.prompt_ids])
     greedy = model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=None)
     assert tuple(greedy[0, ids.shape[1] :].tolist()) == answer.choices[0].token_ids[:9]
+
+
+def test_llm_serves_its_adapters_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = write_adapter(tmp_path / "sql", DEMO_MODEL, seed=1, scale=3.0)
+    merged = write_merged(tmp_path / "merged", DEMO_MODEL, adapter)
+    monkeypatch.chdir(tmp_path)
+    options: GenerateOptions = {"temperature": 0, "max_tokens": 8}
+    with LLM(DEMO_MODEL, adapters=["sql=sql"], **SETTINGS) as llm, LLM(merged, **SETTINGS) as whole:
+        plain, adapted = llm.generate(PROMPTS[1:2] * 2, each=[{}, {"model": "sql"}], **options)
+        (expected,) = whole.generate(PROMPTS[1], **options)
+    assert adapted.text == expected.text != plain.text == " 42"
 
 
 @pytest.mark.long

@@ -1,5 +1,7 @@
-"""Other people's clients against a running cluster: openai, langchain-openai, and schemathesis,
-which asks everything that the OpenAPI document allows, and more."""
+"""Third-party clients against a running cluster: openai, langchain-openai and schemathesis.
+
+schemathesis generates valid and invalid requests from the OpenAPI document.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from tests.support.scripted import scripted_cluster
 CHECKS = ROOT / "tests" / "clients"
 TEMPLATES = {"hermes": chat_support.HERMES, "llama3": chat_support.LLAMA3}
 
-#: A request may ask for a timeout that it then misses (504).
+#: A generated request may have a timeout that is too short (504).
 SCHEMATHESIS = """
 [checks]
 not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", 504]
@@ -34,8 +36,8 @@ import os
 from openai import OpenAI
 
 with OpenAI(base_url=f"http://{os.environ['EVERLIFT_HTTP']}/v1", api_key="none") as client:
-    patient = client.with_options(max_retries=30)
-    answer = patient.completions.create(model="fake", prompt="a", max_tokens=4, temperature=0)
+    retrying = client.with_options(max_retries=30)
+    answer = retrying.completions.create(model="fake", prompt="a", max_tokens=4, temperature=0)
     print(answer.usage.completion_tokens)
 """
 
@@ -80,7 +82,7 @@ async def run(address: str, *command: str, cwd: Path = ROOT, **environ: str) -> 
 
 
 async def check(address: str, *names: str, **environ: str) -> None:
-    # Without this project's own settings and fixtures.
+    # Without this project's pytest settings and fixtures.
     alone = ["-c", os.devnull, "--noconftest", "-p", "no:cacheprovider", "-q"]
     checks = [str(CHECKS / name) for name in names]
     await run(address, program("python"), "-m", "pytest", *alone, *checks, **environ)
@@ -118,7 +120,7 @@ async def test_openai_client_uses_responses_and_conversations(tmp_path: Path) ->
         (Record.from_bytes(it.attachment).conversation_id, it.session_id) for it in responses
     ]
     spliced = [pair for pair in sessions if pair[0] is not None]
-    # Turns of a conversation are spliced from the ledger's tokens, because they are one session.
+    # Turns of a conversation are one session, so their tokens are taken from the ledger.
     assert all(conversation == session for conversation, session in spliced)
     assert max(map(spliced.count, spliced)) == 3
 

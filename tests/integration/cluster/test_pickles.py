@@ -1,5 +1,7 @@
-"""Pickles to every port that a cluster of plain processes opens: nobody loads one, and all of it
-serves on. And which ports these are."""
+"""Pickles that are sent to every port of a cluster of plain processes.
+
+No process loads one, and all continue to serve. The ports are the documented ones.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from tests.support.router.http_client import get
 from tests.support.worker.pickles import leaving, saved
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
-#: As long as a length before a message may be taken to be, in each byte order.
+#: Byte orders of the length before a message.
 LENGTHS = ("big", "little")
 _ANSWER_S = 60.0
 
@@ -39,14 +41,16 @@ _ANSWER_S = 60.0
 async def cluster(tmp_path: Path) -> AsyncIterator[ProcessCluster]:
     """Cluster whose worker has two ranks, and thus a connection between them."""
     settings = ["model=fake", "router.port=0", "router.http_port=0", "num_workers=1"]
-    settings += ["worker.tensor_parallel=2", "router.drain=0.2", "log_level=debug"]
+    # A rank may wait for a core for seconds.
+    settings += ["worker.tensor_parallel=2", "worker.rank_silence=20", "router.worker_silence=20"]
+    settings += ["router.drain=0.2", "log_level=debug"]
     async with ProcessCluster(load(None, {}, [*settings, f"state_dir={tmp_path}"])) as cluster:
         yield cluster
 
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Iterator[Path]:
-    """Path of a file that exists in the end if a process has loaded a pickle."""
+    """Path of a file that a loaded pickle creates; it must not exist after the test."""
     path = tmp_path / "marker"
     yield path
     assert not path.exists()
@@ -83,14 +87,14 @@ async def test_ports_are_documented_and_on_loopback(
         *(router.internal_address, await worker_address(cluster)),
     ]
     found = addresses(cluster)
-    told = {(host, int(port)) for host, _, port in (place.rpartition(":") for place in places)}
+    expected = {(host, int(port)) for host, _, port in (place.rpartition(":") for place in places)}
     ours = set().union(*found.values())
     assert {host for host, _ in ours} == {"127.0.0.1"}
-    assert told <= ours
-    # The ledger has a unix socket, and nothing else.
+    assert expected <= ours
+    # The ledger listens on a unix socket only.
     assert str(cluster._ledger.pid) not in found
-    # One more is the wire between the ranks.
-    assert len(ours - told) <= 1
+    # One more may be the connection between the ranks.
+    assert len(ours - expected) <= 1
     assert found.keys() == {str(pid) for pid in (*router.pids, worker.pids[0])}
 
 
@@ -112,7 +116,7 @@ async def test_raw_pickles_are_loaded_at_no_port(cluster: ProcessCluster, marker
 
 
 def frames(marker: Path) -> Iterator[bytes]:
-    """Pickles as they are, and as messages of wires that other servers have."""
+    """Yield raw pickles, and pickles in the framing of other servers' protocols."""
     zmq = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
     for protocol in PROTOCOLS:
         data = leaving(marker, protocol)
@@ -125,7 +129,7 @@ def frames(marker: Path) -> Iterator[bytes]:
 
 
 async def say(host: str, port: int, data: bytes) -> None:
-    """And nothing after it."""
+    """Send data and the end of the stream, and read until the server closes the connection."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         writer.write(data)
@@ -140,8 +144,7 @@ async def say(host: str, port: int, data: bytes) -> None:
 async def serves(cluster: ProcessCluster) -> None:
     """Check that all processes still serve, each at its own port.
 
-    Without a worker a request would wait. A worker whose rank lacked a core for a second may have
-    ended, which its log shows.
+    Without a worker a request would wait; then the workers' logs are shown.
     """
     try:
         async with asyncio.timeout(_ANSWER_S):
@@ -156,7 +159,7 @@ async def serves(cluster: ProcessCluster) -> None:
 
 
 def methods() -> Iterator[str]:
-    """All of the clients' port, and of those inside."""
+    """Yield all gRPC methods of the port for clients and of the internal ports."""
     for file in (pb.DESCRIPTOR, session_pb2.DESCRIPTOR):
         for service in file.services_by_name.values():
             yield from (f"/{service.full_name}/{method.name}" for method in service.methods)

@@ -1,4 +1,4 @@
-"""Outputs in a ledger become a predictor that a running router loads and reports."""
+"""Output-length predictors, which are trained from a ledger and loaded by a running router."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.router.prediction_support import lines, mixed
 from tests.support.router.scrape import Samples, scraped
 
 FAKE = ServedModel.load("fake")
-#: Nothing ends the fake model's outputs but this, which never comes, and their max_tokens.
+#: Stop string that never occurs, so only max_tokens ends the fake model's outputs.
 STOP = {"stop": ["\x00\x01\x02\x03"]}
 
 

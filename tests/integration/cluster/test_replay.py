@@ -1,9 +1,10 @@
-"""Replay of finished requests from a ledger, under the recorded and under other conditions."""
+"""Replay of finished requests from a ledger, with the recorded and with other settings."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
@@ -25,12 +26,12 @@ from everlift.client.client import AsyncClient
 from router.config import RouterConfig
 from router.ledger.base import Ledger
 from tests.support.commands import run
-from tests.support.in_process import cluster, receive
+from tests.support.in_process import KeptLedger, cluster, receive, until
 from tests.support.router.restored_logging import restored_logging
 from tests.support.small_clusters import STEP_TIME, spec
 
 SHARED = [7] * 64
-#: Of 30 tokens each, at once.
+#: Number of requests, of 30 output tokens each, that arrive at the same time.
 SERVED = 8
 
 
@@ -40,23 +41,50 @@ def logging() -> Iterator[None]:
         yield
 
 
+class PausedClock:
+    """Monotonic clock of a ledger, paused until ``resume``."""
+
+    def __init__(self) -> None:
+        self._stands_at: float | None = time.monotonic()
+
+    def resume(self) -> None:
+        self._stands_at = None
+
+    def __call__(self) -> float:
+        return time.monotonic() if self._stands_at is None else self._stands_at
+
+
 @pytest.fixture
 async def served(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
-    """Commands find the ledger of a cluster that has served requests."""
-    async with cluster(workers=1) as parts, AsyncClient(parts.address) as client:
+    """Ledger, found by commands, of a cluster that has served requests.
+
+    A paused clock gives all requests the same arrival time, even on a busy machine.
+    """
+    clock = PausedClock()
+    ledger = KeptLedger(clock)
+    async with (
+        cluster(workers=1, ledger=ledger) as parts,
+        AsyncClient(parts.address) as client,
+    ):
 
         @asynccontextmanager
         async def connected_ledger(config: Config) -> AsyncIterator[Ledger]:
             yield parts.ledger
 
         monkeypatch.setattr(ledger_requests, "connected_ledger", connected_ledger)
-        await asyncio.gather(*(receive(client, SHARED, 30) for _ in range(SERVED)))
+        [held] = parts.hold()
+        serving = [asyncio.create_task(receive(client, SHARED, 30)) for _ in range(SERVED)]
+        await until(lambda: len(ledger._records) == SERVED)
+        clock.resume()
+        held.release()
+        await asyncio.gather(*serving)
+        await explained_requests(ledger, SERVED)
         yield
 
 
 @pytest.fixture
 def kind(tmp_path: Path) -> str:
-    """A worker with two slots, whose steps take 10 ms."""
+    """File of a worker with two slots and steps of 10 ms."""
     file = tmp_path / "small.json"
     worker = {
         "num_blocks": 200,
@@ -69,7 +97,10 @@ def kind(tmp_path: Path) -> str:
 
 
 async def explained_requests(ledger: Ledger, number: int) -> list[Record]:
-    """Return the finished requests, once their times are filed: after their clients have all."""
+    """Return the finished requests, once the ledger has the times of all.
+
+    They are written after the client has received the whole output.
+    """
     async with asyncio.timeout(30.0):
         while True:
             records = await finished_requests(ledger, limit=100)
@@ -95,7 +126,7 @@ async def test_replay_reads_finished_requests_without_prompts() -> None:
     assert 0 <= first.queued_s <= first.latency_s
     assert second.arrival.at > 0 and second.attempts == 1
     assert 0 < first.ttft_s < first.latency_s
-    # Nothing but its max_tokens ends it.
+    # Only max_tokens ends this request.
     assert first.arrival.predicted_tokens == 5
     assert newest.arrival == replace(second.arrival, at=0.0)
 
@@ -127,7 +158,7 @@ async def test_comparison_shows_past_and_simulated_results() -> None:
 async def test_replay_survives_lost_and_added_workers(
     tmp_path: Path, served: None, kind: str
 ) -> None:
-    """The requests take 3 s each."""
+    """The slowed workers need 3 s for each request."""
     to_json = tmp_path / "answer.json"
     slow = ("--slow", "0=10", "--slow", "1=10")
     where = ("--from-ledger", "--workers", f"{kind}=2", *slow, "--json", str(to_json))
@@ -146,7 +177,7 @@ async def test_replay_survives_lost_and_added_workers(
 async def test_plan_sizes_the_cluster_from_served_requests(
     tmp_path: Path, served: None, kind: str
 ) -> None:
-    """The requests take 0.3 s each, and a worker has capacity for two."""
+    """Each request takes 0.3 s, and a worker runs two at a time."""
     to_json = tmp_path / "plan.json"
     how = ("--from-ledger", "--kind", kind, "--json", str(to_json))
     assert "4 workers are enough" in await run("plan", "--slo", "latency_p99=500ms", *how)

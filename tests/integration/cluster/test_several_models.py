@@ -1,4 +1,4 @@
-"""A cluster in plain processes that serves two models."""
+"""A cluster of plain processes that serves two models."""
 
 from __future__ import annotations
 

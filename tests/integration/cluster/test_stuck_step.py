@@ -1,5 +1,7 @@
-"""A process whose step never ends says so and ends, though what CUDA does at an exit would wait for
-the step: a stand-in for that waits for ever."""
+"""Exit of a process with a step that never ends, which it reports.
+
+At exit, CUDA would wait for the step. An exit handler that blocks forever stands in for it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ atexit.register(threading.Event().wait)
 from cluster.local import process
 process.main()
 """
-#: Beyond its limit soon, though the first steps have ten timeouts and more.
+#: The step soon exceeds its limit, although the first steps have ten times the timeout or more.
 CONFIG = WorkerConfig(
     model="fake",
     num_blocks=8,

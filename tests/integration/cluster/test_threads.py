@@ -1,6 +1,6 @@
-"""However a rank starts, its OpenMP threads are its share of the cores, and sleep while they wait.
+"""OpenMP threads of ranks: as many as configured, and asleep while they wait.
 
-OpenMP itself says so, in the log of the process that has imported torch.
+OpenMP prints its settings to the log of the process that imports torch.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from cluster.local.processes import ProcessCluster
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torch comes with libgomp there")
 
 ROOT = Path(__file__).parents[3]
-#: Of OpenMP's own: how often it looks before it sleeps, and what is ours.
+#: OpenMP's variables for the spins of a thread before it sleeps and for the number of threads, and
+#: the number of spins that Everlift sets.
 WAITING = "GOMP_SPINCOUNT"
 THREADS = "OMP_NUM_THREADS"
 SLEEPS = "500"
 
 
 def said(text: str, name: str) -> str:
-    """The value of ``name`` as OpenMP has shown it."""
+    """Return the value of ``name`` that OpenMP printed."""
     found = re.search(rf"{name} = '(.*)'", text)
     assert found is not None, f"nothing is said of {name} in:\n{text}"
     return found[1]
@@ -75,7 +76,7 @@ with LLM(sys.argv[1], tensor_parallel={ranks}, num_threads=3, num_blocks=16, max
 
 
 def llm(before: str, ranks: int, state: Path, **more: str) -> str:
-    """Return what OpenMP and Everlift print in the process of an LLM."""
+    """Return the standard error of a process that runs an LLM."""
     environment = os.environ | {"XDG_STATE_HOME": str(state), **more}
     script = AN_LLM.format(before=before, ranks=ranks)
     command = [sys.executable, "-c", script, str(DEMO_MODEL)]
@@ -94,9 +95,9 @@ def test_llm_ranks_use_their_threads_and_wait_passively(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_llm_warns_of_an_earlier_torch_import(tmp_path: Path) -> None:
-    heard = llm("import torch", 1, tmp_path)
-    assert said(heard, WAITING) != SLEEPS
-    assert "torch was imported without OMP_WAIT_POLICY=PASSIVE" in heard
+    stderr = llm("import torch", 1, tmp_path)
+    assert said(stderr, WAITING) != SLEEPS
+    assert "torch was imported without OMP_WAIT_POLICY=PASSIVE" in stderr
 
 
 @pytest.mark.long
@@ -107,6 +108,6 @@ def test_llm_keeps_omp_settings_of_the_environment(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_llm_does_not_warn_if_omp_wait_policy_is_set(tmp_path: Path) -> None:
-    heard = llm("import torch", 1, tmp_path, OMP_WAIT_POLICY="ACTIVE")
-    assert said(heard, WAITING) != SLEEPS
-    assert "torch was imported" not in heard
+    stderr = llm("import torch", 1, tmp_path, OMP_WAIT_POLICY="ACTIVE")
+    assert said(stderr, WAITING) != SLEEPS
+    assert "torch was imported" not in stderr

@@ -1,4 +1,4 @@
-"""``everlift up`` as a process of its own, until a signal ends it."""
+"""``everlift up`` as a separate process, until a signal ends it."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ UP = [
 ]
 
 
-#: For every Python process there, from its start on.
+#: sitecustomize.py of all Python processes: ray cannot be imported.
 NO_RAY = """
 import sys
 
@@ -33,6 +33,13 @@ class NoRay:
             raise ModuleNotFoundError(f"{name} is not to be imported here", name=name)
 
 sys.meta_path.insert(0, NoRay())
+"""
+#: sitecustomize.py of all Python processes: those of a cluster block at their start.
+NO_START = """
+import sys, threading
+
+if "cluster.local.process" in sys.orig_argv:
+    threading.Event().wait()
 """
 AN_LLM = """
 import sys
@@ -62,7 +69,7 @@ async def python(home: Path, *arguments: str) -> Process:
 
 @asynccontextmanager
 async def up(home: Path) -> AsyncIterator[Process]:
-    """Ready to serve; it must have ended by itself in the end."""
+    """Run ``everlift up`` until it is ready; the caller must end it by a signal."""
     process = await everlift(home, *UP)
     try:
         assert process.stdout is not None
@@ -83,7 +90,7 @@ async def up(home: Path) -> AsyncIterator[Process]:
 
 
 async def metrics(status: str) -> str:
-    """Return the metrics at the address in the status."""
+    """Return the metrics from the address at the end of a status."""
     url = status.split()[-1]
     with await asyncio.to_thread(urllib.request.urlopen, url) as answer:
         return str(answer.read().decode())
@@ -133,10 +140,16 @@ async def test_cluster_and_llm_run_without_ray(
 
 
 @pytest.mark.parametrize("number", [long(signal.SIGINT), signal.SIGTERM])
-async def test_up_exits_on_a_signal_during_start(tmp_path: Path, number: signal.Signals) -> None:
+async def test_up_exits_on_a_signal_during_start(
+    tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = tmp_path / "held"
+    held.mkdir()
+    (held / "sitecustomize.py").write_text(NO_START)
+    monkeypatch.syspath_prepend(held)
     process = await everlift(tmp_path, *UP)
     log = tmp_path / "everlift" / "logs" / "up.log"
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         while not (log.exists() and "process started" in log.read_text()):
             await asyncio.sleep(0.01)
     process.send_signal(number)

@@ -1,7 +1,6 @@
-"""Inputs from published advisories of other servers, sent to a gateway over each front that takes
-them.
+"""Inputs from published advisories of other servers, sent to a gateway over all its protocols.
 
-A good stream runs beside them. SECURITY.md lists the advisories.
+A valid stream runs at the same time. SECURITY.md lists the advisories.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ MIB = 1 << 20
 
 @pytest.fixture
 async def fronts() -> AsyncIterator[Fronts]:
-    """Fronts of a router with a fake worker."""
+    """Clients, one for each protocol, of a router with a fake worker."""
     async with cluster(workers=1) as parts:
         yield Fronts.of(parts)
 
 
-# how many outputs
+# number of outputs
 
 MANY: Cases = {
     "native": (TooManyChoices, native(n=MILLION)),
@@ -114,7 +113,7 @@ async def test_empty_prompt_is_rejected(fronts: Fronts) -> None:
 async def test_prompt_embeddings_are_rejected_on_every_front(
     fronts: Fronts, tmp_path: Path
 ) -> None:
-    """Neither as torch.save writes them, nor sparse, with indices beyond their size."""
+    """Embeddings are saved by torch.save, or sparse with indices beyond their size."""
     marker = tmp_path / "marker"
     data = saved(marker)
     sparse = {"indices": [[-1, 2**62]], "values": [1.0], "size": [2**40, 2**40]}
@@ -135,12 +134,12 @@ async def test_prompt_embeddings_are_rejected_on_every_front(
     assert not marker.exists()
 
 
-# what is elsewhere
+# URLs
 
 
 @asynccontextmanager
 async def elsewhere() -> AsyncIterator[tuple[str, list[int]]]:
-    """A URL, and who asked for it."""
+    """Yield the URL of a server, and the list of client ports that have connected to it."""
     asked: list[int] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -180,19 +179,19 @@ async def test_urls_in_requests_are_never_fetched() -> None:
                 "file:///etc/passwd",
             ):
                 part = {"type": kind, kind: {"url": where}}
-                # An image is decoded before the model refuses it.
+                # An image is decoded before the model rejects it.
                 is_read = (kind, where) == ("image_url", broken)
                 cause = InvalidRequest if is_read else UnsupportedContent
                 cases[f"{kind} {where}"] = cause, chat(messages=[said([part])])
         await check(fronts, cases)
         assert asked == []
-        # Whoever had asked would have been seen.
+        # The list records connections, as this one shows.
         reader, writer = await asyncio.open_connection(*url.split("/")[2].split(":"))
         assert (await reader.read(), len(asked)) == (b"", 1)
         writer.close()
 
 
-# heads
+# headers
 
 
 async def test_oversized_headers_are_rejected_on_every_front(fronts: Fronts) -> None:
@@ -227,7 +226,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("case", ENDLESS)
 async def test_endless_http_head_is_not_buffered(fronts: Fronts, case: str) -> None:
-    """256 MiB of it, were it taken."""
+    """The client would send 256 MiB, but the server closes the connection before."""
     begin, more = ENDLESS[case]
     more *= MIB // len(more)
     async with beside_a_good_stream(fronts.grpc):
@@ -242,7 +241,7 @@ async def test_endless_http_head_is_not_buffered(fronts: Fronts, case: str) -> N
 
 
 async def test_pipelined_bodies_and_maximum_header_are_served(fronts: Fronts) -> None:
-    """Pipelined behind bodies, and of just as many bytes as there may be."""
+    """The header has nearly the maximum size and is pipelined behind three bodies."""
     body = b'{"prompt": "%s"}' % (b"a" * 100_000)
     post = POST + b"content-length: %d\r\n\r\n%s" % (len(body), body)
     last = b"GET /health HTTP/1.1\r\nconnection: close\r\nx: %s\r\n\r\n" % (b"1" * 65_000)

@@ -1,6 +1,6 @@
-"""Advisories (test_advisories.py) of grammars and chat templates.
+"""Inputs from advisories, as in test_advisories.py: grammars and chat templates.
 
-They crashed other servers' workers, or blocked their event loops.
+They crashed other servers' workers or blocked their event loops.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.support.router.fronts import (
 from tests.support.worker.grammar_support import DEMO_MODEL
 
 DEEP = 20_000
-#: What structured_outputs calls the kinds of grammar.
+#: Fields of structured_outputs by kind of grammar.
 FIELDS = {"regex": "regex", "json_schema": "json", "ebnf": "grammar"}
 
 
@@ -100,7 +100,7 @@ async def test_malformed_or_endless_ebnf_fails_only_its_request() -> None:
 
 
 def called(parameters: dict[str, Any], **choice: Any) -> Send:
-    """A tool that the output has to call."""
+    """Return a chat with a tool that, by default, the output must call."""
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     return chat(tools=[tool], **{"tool_choice": "required"} | choice)
 
@@ -172,7 +172,7 @@ async def test_long_chat_does_not_block_the_event_loop() -> None:
 
 @pytest.mark.long
 async def test_endless_chat_template_delays_no_stream(tmp_path: Path) -> None:
-    """The model's own may loop for some chats."""
+    """The template belongs to the model and loops for certain chats only."""
     directory = shutil.copytree(DEMO_MODEL, tmp_path / "model")
     template = "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}a"
     (directory / "chat_template.jinja").write_text(template)

@@ -1,4 +1,4 @@
-"""A user's program is checked as strictly as the library itself."""
+"""Strict type checks of a user's program that imports the client library."""
 
 from __future__ import annotations
 

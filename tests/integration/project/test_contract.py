@@ -16,7 +16,7 @@ BUF = Path(os.environ.get("EVERLIFT_PROTO_VENV") or ROOT / ".venv-proto") / "bin
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """Copy of the contract and of its promised state, without a history."""
+    """Copy of the wire contract and of its recorded version, without the git history."""
     if not BUF.exists():
         reason = f"no buf at {BUF}"
         pytest.fail(reason) if os.environ.get("CI") == "true" else pytest.skip(reason)
@@ -31,7 +31,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 def breaks(copy: Path) -> str:
-    """Return the broken promises; empty if there are none."""
+    """Return buf's report of breaking changes; empty if there are none."""
     done = subprocess.run(
         [BUF, "breaking", "proto", "--against", "proto/contract.binpb"],
         cwd=copy,
@@ -86,7 +86,7 @@ def test_incompatible_contract_change_is_reported(
             "service Inference {",
             "service Inference { rpc More(Failure) returns (Failure);",
         ),
-        # Nobody sees these names but ourselves.
+        # Field names of internal messages are not part of the contract.
         ("session.proto", "uint32 prompt_tokens = 3;", "uint32 prefill_tokens = 3;"),
         ("ledger.proto", "bytes salt = 12;", "bytes cache_salt = 12;"),
     ],

@@ -1,7 +1,7 @@
-"""Users' other packages pin protobuf 6: client, stubs and fake router run on 6 and on 7, and need
-nothing but grpcio and protobuf.
+"""Client, stubs and fake router on protobuf 6 and 7, with no packages but grpcio and protobuf.
 
-The other environment is made by `make` in .venv-proto; EVERLIFT_PROTO_VENV names another place.
+Other packages of users may pin protobuf 6. `make` creates the second environment in .venv-proto;
+EVERLIFT_PROTO_VENV is the path of another one.
 """
 
 import os
@@ -49,7 +49,7 @@ with Client("fake", transport=FakeTransport()) as client:
 
 
 def protobuf_under(python: Path | str) -> str:
-    """The major version of protobuf under which the program ran."""
+    """Return the major version of protobuf under which the program ran."""
     done = subprocess.run(
         [python, "-W", "error", "-c", PROGRAM],
         env={"PYTHONPATH": str(ROOT / "proto"), "PATH": "/usr/bin:/bin"},

@@ -13,13 +13,14 @@ import pytest
 
 from everlift.client.client import AsyncClient
 from everlift.errors import RouterStopping, UnknownModel
+from router import active
 from tests.support.in_process import Cluster, KeptLedger, cluster, until
 from tests.support.router.http_client import get
 
 
 @dataclass
 class Turns:
-    """The key that both clusters share."""
+    """Name of the active cluster, which both ledgers share."""
 
     active: str = "old"
 
@@ -82,7 +83,7 @@ async def test_activation_makes_only_new_model_ready(upgrade: Upgrade) -> None:
     async with asyncio.timeout(30.0):
         while await is_ready(old) or not await is_ready(new):
             await asyncio.sleep(0.05)
-    # Whoever is still led here is served.
+    # A client that still reaches the old router is served.
     assert len(await ask(old, "fake")) == 3
     for parts in (old, new):
         with pytest.raises(RouterStopping):
@@ -101,7 +102,7 @@ async def test_deactivated_router_closes_connections_after_requests(
         assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
         await until(lambda: held.num_requests == 1)
         await upgrade.new.routers[0].activate()
-        # The idle one closes, and what runs goes on.
+        # The idle connection closes, and the running request continues.
         async with asyncio.timeout(30.0):
             await reader.read()
         writer.close()
@@ -110,7 +111,36 @@ async def test_deactivated_router_closes_connections_after_requests(
         assert len(await running) == 30
 
 
-async def test_client_retries_refusal_over_new_connection(upgrade: Upgrade) -> None:
+async def test_deactivated_router_answers_first_request_of_connection(upgrade: Upgrade) -> None:
+    router = upgrade.old.routers[0]
+    received = b"GET /health HTTP/1.1\r\n"
+    opened = [await asyncio.open_connection(*router.http_address.rsplit(":", 1)) for _ in range(3)]
+    (_, has_part), (_, idle), (_, answered) = opened
+    has_part.write(received)
+    answered.write(received + b"host: here\r\n\r\n")
+    await opened[-1][0].readuntil(b"\r\n\r\n")
+    answered.write(received)
+    await until(lambda: len(router._http._state.connections) == 3)
+
+    await upgrade.new.routers[0].activate()
+    await until(lambda: not router._models.is_active)
+    await asyncio.sleep(1.5)
+    has_part.write(b"host: here\r\n\r\n")
+    answered.write(b"host: here\r\n\r\n")
+    idle.write(received + b"host: here\r\n\r\n")
+    for reader, writer in opened:
+        async with asyncio.timeout(30.0):
+            answer = await reader.read()
+        writer.close()
+        assert b"HTTP/1.1 200" in answer
+        assert b"\r\nconnection: close\r\n" in answer
+
+
+async def test_client_retries_refusal_over_new_connection(
+    upgrade: Upgrade, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Otherwise an inactive router closes all connections every second anyway.
+    monkeypatch.setattr(active, "_POLL_INTERVAL_S", 3600.0)
     host, port = upgrade.new.address.rsplit(":", 1)
     connections: set[asyncio.Task[None]] = set()
 
@@ -126,16 +156,19 @@ async def test_client_retries_refusal_over_new_connection(upgrade: Upgrade) -> N
     balancer = await asyncio.start_server(forward, "127.0.0.1", 0)
     address = "{}:{}".format(*balancer.sockets[0].getsockname())
     async with balancer:
-        async with AsyncClient(address, reconnect_s=2.0) as client:
+        async with AsyncClient(address, reconnect_s=60.0) as client:
+            retrying = asyncio.create_task(tokens(client, 3, "other"))
+            await until(lambda: len(connections) > 4)
+            retrying.cancel()
+            await asyncio.gather(retrying, return_exceptions=True)
+        async with AsyncClient(address, reconnect_s=0.0) as client:
             with pytest.raises(RouterStopping):
                 await tokens(client, 3, "other")
         await asyncio.gather(*connections)
-    # All connections of a router that is not active are closed each second anyway.
-    assert len(connections) > 4
 
 
 async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    # The side that closes while data arrives resets its connection: an end, as for a balancer.
+    # Closing while data arrives resets the connection, which ends it, as for a load balancer.
     with contextlib.suppress(ConnectionError):
         while data := await reader.read(1 << 16):
             writer.write(data)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,8 @@ from tests.support.router.http_client import ask, get
 from tests.support.worker.lora_files import write_adapter
 from tests.support.worker.torch_engine import Job, TorchEngine
 from worker.config import WorkerConfig
+from worker.engine.plan import Plan
+from worker.serving.rank import Rank
 
 MODEL = str(DEMO_MODEL)
 ROUTED = replace(ROUTER, model=MODEL)
@@ -122,14 +126,29 @@ async def test_http_paths_load_and_unload_like_vllm(parts: Cluster, adapters: Pa
     assert "sql" not in await names(parts, 0)
 
 
+def slow_down(rank: Rank) -> None:
+    """Lengthen a worker's steps, so that a request outlasts a pause of this process by seconds."""
+    assert rank._thread is not None
+    runner: Any = rank._thread.ready.result()._runner
+    execute = runner.execute
+
+    def execute_later(plan: Plan) -> object:
+        time.sleep(0.03)
+        return execute(plan)
+
+    runner.execute = execute_later
+
+
 async def test_new_version_serves_later_requests_only(parts: Cluster, adapters: Path) -> None:
-    """A request in flight keeps its version when its worker is lost, although it is unloaded."""
+    """A running request keeps its version after a worker loss, even if the version is unloaded."""
+    slow_down(parts.workers[0])
+    new = expected(adapters, "b", 20)
     async with AsyncClient(parts.address) as client:
         await client.load_adapter("sql", str(adapters / "a"))
         old = asyncio.create_task(tokens(client, "sql", 200))
         await until(lambda: parts.routers[0]._requests.counters.output_tokens > 20)
         await client.load_adapter("sql", str(adapters / "b"))
-        assert await tokens(client, "sql") == expected(adapters, "b", 20)
+        assert await tokens(client, "sql") == new
         await client.unload_adapter("sql")
         await parts.kill_worker(parts.workers[0])
         assert not old.done()
@@ -141,6 +160,7 @@ async def test_new_version_serves_later_requests_only(parts: Cluster, adapters: 
 async def test_request_fails_if_the_files_of_its_version_changed(
     parts: Cluster, adapters: Path
 ) -> None:
+    slow_down(parts.workers[0])
     async with AsyncClient(parts.address) as client:
         await client.load_adapter("sql", str(adapters / "a"))
         old = asyncio.create_task(tokens(client, "sql", 200))

@@ -19,6 +19,7 @@ from tests.support.in_process import ROUTER, Cluster, Received, cluster, receive
 from tests.support.router.chat_support import HERMES
 from tests.support.router.http_client import ask, get
 from tests.support.scripted import BODIES, SAY, scripted_cluster
+from tests.support.worker import fake_vllm_core
 from tests.support.worker.fake_vllm_core import SlowCore
 from worker.config import WorkerConfig
 from worker.engine.engine import Engine
@@ -33,11 +34,13 @@ from worker.vllm_engine.engine import VllmEngine
 ADAPTED = replace(ROUTER, adapters=("sql=org/sql@v1", "poems=/adapters/poems-2"))
 DIGESTS = {"sql": "digest of sql", "poems": "digest of poems"}
 PROMPT = [5, 6, 7, 8]
+#: A request of 200 tokens outlasts a pause of this process by seconds.
+_SLOW_STEP_S = 0.03
 
 
 @pytest.fixture
 def adapters(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Digests of the adapters that workers serve which are started from here on.
+    """Digests of the adapters that workers serve, if they start after this fixture.
 
     The workers compute with the model itself.
     """
@@ -136,12 +139,16 @@ def expected(adapter: str, count: int) -> list[int]:
     return expected_tokens([*adapter.encode(), *PROMPT], count)
 
 
-async def test_adapter_survives_the_loss_of_workers(with_vllm: dict[str, str]) -> None:
+async def test_adapter_survives_the_loss_of_workers(
+    with_vllm: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_vllm_core, "STEP_S", _SLOW_STEP_S)
     names = ("sql", "", "poems", "sql")
     async with cluster(router_config=ADAPTED) as parts, AsyncClient(parts.address) as client:
         requests = [asyncio.create_task(receive(client, PROMPT, 200, model=name)) for name in names]
         await until(lambda: parts.routers[0]._requests.counters.output_tokens > 100)
         await parts.kill_worker(parts.workers[0])
+        monkeypatch.setattr(fake_vllm_core, "STEP_S", 0.002)
         results: list[Received] = await asyncio.gather(*requests)
     for name, received in zip(names, results, strict=True):
         assert received.is_contiguous and received.tokens == expected(name, 200)
@@ -163,7 +170,10 @@ async def test_adapter_survives_the_loss_of_the_router(with_vllm: dict[str, str]
             assert [it async for chunk in attached for it in chunk.token_ids] == received.tokens
 
 
-async def test_started_request_fails_under_another_version(with_vllm: dict[str, str]) -> None:
+async def test_started_request_fails_under_another_version(
+    with_vllm: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_vllm_core, "STEP_S", _SLOW_STEP_S)
     async with cluster(workers=1, router_config=ADAPTED) as parts:
         async with AsyncClient(parts.address) as client:
             requests = [
@@ -172,6 +182,7 @@ async def test_started_request_fails_under_another_version(with_vllm: dict[str, 
             ]
             await until(lambda: parts.routers[0]._requests.counters.output_tokens > 40)
             await parts.kill_worker(parts.workers[0])
+            monkeypatch.setattr(fake_vllm_core, "STEP_S", 0.002)
             sessions = parts.routers[0]._sessions
             await until(lambda: not any(link.is_up for link in sessions.links))
             with_vllm["sql"] = "another digest"

@@ -1,4 +1,4 @@
-"""Advisories (test_advisories.py) by which a tenant could learn keys, or prompts of others."""
+"""Advisories (test_advisories.py) about leaks of keys, and of other tenants' prompts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Tenants:
     keys: dict[str, str]
 
     async def hits(self) -> int:
-        """Tokens that the worker had computed before."""
+        """Return the number of prompt tokens that were prefix-cache hits so far."""
         async with AsyncClient(self.fronts.grpc, api_key=self.keys["admin"]) as client:
             [worker] = (await client.status()).workers
             return int(worker.counters.prefix_hit_tokens)
@@ -74,11 +74,11 @@ async def test_prefix_cache_is_isolated_by_tenant_on_every_front(
     owners = dict(zip(FRONTS, ("acme", "other", "third"), strict=True))
     for front, tenant in owners.items():
         assert await tenants.ask(front, bearer(tenants.keys[tenant])) is None
-    # Nor one who guesses how the others' are told apart.
+    # A salt that guesses how tenants are separated gets no hits either.
     for salt in ("acme", "acme/", hashlib.sha256(b"acme/").hexdigest(), "a"):
         assert await tenants.ask("native", bearer(tenants.keys["other"]), salt) is None
         assert await tenants.hits() == 0
-    # Its own it has on every front, or there would be nothing to hide.
+    # Every front hits the tenant's own blocks: otherwise the check above would prove nothing.
     for front in FRONTS:
         before = await tenants.hits()
         assert await tenants.ask(front, bearer(tenants.keys["acme"])) is None
@@ -86,7 +86,7 @@ async def test_prefix_cache_is_isolated_by_tenant_on_every_front(
 
 
 def test_block_hash_is_sha256_chained_over_prefix() -> None:
-    """Not Python's hash, of which collisions are known: -1 and -2 have one, and so has None."""
+    """Python's hash is unsafe for this: -1 and -2 collide, and the hash of None is constant."""
     tokens, parent, right = list(range(3 * BLOCK_SIZE)), b"salt", []
     for first in range(0, len(tokens), BLOCK_SIZE):
         block = struct.pack(f"<{BLOCK_SIZE}I", *tokens[first : first + BLOCK_SIZE])
@@ -99,7 +99,7 @@ def test_block_hash_is_sha256_chained_over_prefix() -> None:
 
 
 class Unequalled(str):
-    """Ends whoever compares it as texts are compared: letter by letter, to the first difference."""
+    """String whose == fails the test, since its duration depends on the first difference."""
 
     __slots__ = ()
 

@@ -26,13 +26,13 @@ async def test_exchange_reads_load_and_publishes_scaling() -> None:
             for workers in (2, 3):
                 exchange.publish(Scaling(workers=workers, reason="requests wait"))
             async with asyncio.timeout(TIMEOUT_S):
-                while (heard := exchange.latest()) is None:
+                while (latest := exchange.latest()) is None:
                     await asyncio.sleep(0.02)
                 while [it.scaling.workers for it in await ledger.scaling()] != [3]:
                     await asyncio.sleep(0.02)
-            assert heard.load.queued == 7
-            [told] = await ledger.scaling()
-            assert told.scaling == Scaling(workers=3, reason="requests wait")
+            assert latest.load.queued == 7
+            [published] = await ledger.scaling()
+            assert published.scaling == Scaling(workers=3, reason="requests wait")
         finally:
             exchange.stop()
             await asyncio.to_thread(exchange._thread.join)
@@ -86,7 +86,7 @@ async def test_exchange_reads_load_while_ledger_rejects_writes(
                 while not refused:
                     await asyncio.sleep(0.02)
                 await ledger.put_load(ClusterLoad(term=1, queued=9))
-                while (heard := exchange.latest()) is None or heard.load.queued != 9:
+                while (latest := exchange.latest()) is None or latest.load.queued != 9:
                     await asyncio.sleep(0.02)
             assert len(connections) == 1
         finally:

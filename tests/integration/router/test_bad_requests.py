@@ -1,4 +1,4 @@
-"""Every bad request gets status, slug and cause; a neighbour's stream goes on undisturbed."""
+"""Every bad request gets status, slug and cause; a concurrent stream is undisturbed."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ async def client(parts: Cluster) -> AsyncIterator[AsyncClient]:
 
 
 async def refused(address: str, method: str, data: bytes) -> tuple[str, str, str]:
-    """Status, slug and cause of a call whose bytes no client library would send."""
+    """Return status, slug and cause of the error of a call with arbitrary bytes."""
     async with grpc.aio.insecure_channel(address) as channel:
         call = channel.unary_stream(f"/everlift.v1.Inference/{method}")(data)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in call:
                 pass
     error = caught.value
-    told = error_details.decode(dict(error.trailing_metadata() or ()).get(wire.DETAILS, b""))
-    return error.code().name, told.slug if told else "", error.details() or ""
+    details = error_details.decode(dict(error.trailing_metadata() or ()).get(wire.DETAILS, b""))
+    return error.code().name, details.slug if details else "", error.details() or ""
 
 
 BAD_REQUESTS = {
@@ -261,7 +261,7 @@ async def test_request_id_reuse_with_different_body_conflicts(
     stream = client.generate([1, 2], max_tokens=50, temperature=0, request_id="mine")
     await anext(stream)
     other = message(dict(text="other", request_id="mine"))
-    # In the words that the ledger has for it once nothing of it is in the router any more.
+    # The ledger uses the same words once the router no longer holds the request.
     cause = 'request id "mine" already exists with a different request body'
     answer = await refused(parts.address, "Generate", other)
     assert answer == ("ALREADY_EXISTS", "request_conflict", cause)
@@ -319,17 +319,17 @@ async def test_expired_request_gets_deadline_exceeded_and_frees_blocks(
 async def test_grpc_deadline_sets_request_deadline(
     parts: Cluster, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # On a busy machine an answer may be on its way for long.
-    monkeypatch.setattr("router.api.grpc.handlers._ANSWER_MARGIN_S", 0.6)
+    # A busy machine may deliver the answer late.
+    monkeypatch.setattr("router.api.grpc.handlers._ANSWER_MARGIN_S", 4.0)
     link = parts.routers[0]._sessions.links[0]
     async with grpc.aio.insecure_channel(parts.address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        call = stub.Generate(pb.GenerateRequest(text="slow", request_id="late"), timeout=1.0)
+        call = stub.Generate(pb.GenerateRequest(text="slow", request_id="late"), timeout=8.0)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in call:
                 pass
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    # The router's own answer, and not what gRPC says where there is none in time.
+    # The error comes from the router, not from a deadline of the client library.
     assert wire.DETAILS in dict(caught.value.trailing_metadata() or ())
     assert link.state.step > 0
     await until(lambda: link.state.blocks_used == 0)

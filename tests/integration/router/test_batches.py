@@ -225,13 +225,13 @@ async def test_cancelled_batch_stops_its_requests(parts: Cluster, address: str) 
     await until(lambda: held.num_requests == 2)
     cancelled = await ask(address, f"/v1/batches/{batch['id']}/cancel")
     assert cancelled.json["status"] == "cancelling" and cancelled.json["cancelling_at"]
-    held.release()
     batch = await ended(address, batch["id"])
     assert batch["status"] == "cancelled" and batch["cancelled_at"]
     assert batch["request_counts"] == {"total": 20, "completed": 0, "failed": 20}
     errors = await results(address, batch["error_file_id"])
     assert {it["error"]["code"] for it in errors.values()} == {"batch_cancelled"}
     await until(lambda: held.num_requests == 0)
+    held.release()
     again = await ask(address, f"/v1/batches/{batch['id']}/cancel")
     assert (again.status, again.json) == (200, batch)
 
@@ -332,12 +332,12 @@ async def test_interactive_request_overtakes_a_batch(parts: Cluster, address: st
     [held] = parts.hold()
     batch = await create(address, lines(12, 8))
     queued = parts.routers[0]._leader_client
-    # The batch has all slots, and as many lines wait for one.
+    # The batch occupies both slots, and two more lines are queued.
     await until(lambda: held.num_requests == 2 and queued.queued == 2)
     async with AsyncClient(parts.address) as client:
         asked = asyncio.create_task(receive(client, [1, 2], 4, request_id="interactive"))
         await until(lambda: queued.queued == 3)
-        # The steps of two lines, and those of the request behind them.
+        # Enough steps for two lines and for the request behind them.
         held.let(8 + 4 + 6)
         assert (await asked).tokens == right_tokens([1, 2], 4)
         page = await parts.ledger.list_requests("")

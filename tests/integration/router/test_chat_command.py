@@ -116,7 +116,8 @@ async def test_cli_chat_names_its_model(tmp_path: Path) -> None:
 
 
 async def test_cli_chat_ctrl_c_cancels_answer_only(tmp_path: Path) -> None:
-    async with scripted_cluster(tmp_path / "m", TEMPLATE) as parts:
+    # The answer must not end before the signal, although the processes may be paused.
+    async with scripted_cluster(tmp_path / "m", TEMPLATE, step_time=0.03) as parts:
         terminal, end = pty.openpty()
         os.set_blocking(terminal, False)
         process = await chat(parts, stdin=end, stdout=end)
@@ -135,7 +136,7 @@ async def test_cli_chat_ctrl_c_cancels_answer_only(tmp_path: Path) -> None:
                 await until_shown("> ")
                 os.write(terminal, f"{SAY}{'on and ' * 100}\n".encode())
                 await until_shown("\r\non and ")
-                # The terminal is not the process's own, so that the key sends no signal.
+                # The terminal does not control the process, so that Ctrl-C would send no signal.
                 process.send_signal(signal.SIGINT)
                 shown = b""
                 await until_shown("> ")
@@ -150,5 +151,5 @@ async def test_cli_chat_ctrl_c_cancels_answer_only(tmp_path: Path) -> None:
                 await process.wait()
             os.close(terminal)
         page = await parts.ledger.list_requests("")
-    # The newest comes first.
+    # Newest first.
     assert [entry.state for entry in page.entries] == [State.FINISHED, State.CANCELLED]

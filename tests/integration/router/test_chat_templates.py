@@ -1,4 +1,4 @@
-"""Chats rendered by templates in processes of their own: good templates, and hostile ones."""
+"""Chat templates rendered in processes of their own, including hostile templates."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ from tests.support.router import chat_support
 from tests.support.router.chat_support import USE, chat_template
 
 HELLO = [{"role": "user", "content": "hello"}]
-#: Does what the first message says.
+#: Template whose behaviour the first message selects.
 HOSTILE = """\
 {%- set act = messages[0].content %}
 {%- if act == 'loop' %}
@@ -178,7 +178,7 @@ async def test_mistral_template_rejects_invalid_conversations(tmp_path: Path) ->
 async def test_hostile_template_fails_only_its_own_chat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # However slow the machine is, it is not the time that ends a chat here.
+    # Elapsed time must not end a chat here, even on a slow machine.
     monkeypatch.setattr(renderers, "_ELAPSED_FACTOR", 10)
     async with serving(tmp_path, HOSTILE, RouterConfig(template_timeout=30.0)) as template:
         for act, cause in REFUSED.items():
@@ -195,7 +195,7 @@ async def test_hostile_template_fails_only_its_own_chat(
 async def test_endless_template_times_out_only_its_own_chat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # However busy the machine is, it is the CPU time that ends a chat here.
+    # CPU time, not elapsed time, must end a chat here, even on a busy machine.
     monkeypatch.setattr(renderers, "_ELAPSED_FACTOR", 60)
     async with serving(tmp_path, HOSTILE, RouterConfig(template_timeout=3.0)) as template:
         assert await template.render(chat_turns(HELLO), None) == "hello is fine"
@@ -204,7 +204,7 @@ async def test_endless_template_times_out_only_its_own_chat(
             with pytest.raises(TemplateTimeout, match="more than 3 s"):
                 await template.render(saying(act), None)
             assert await template.render(saying(act.upper()), None) == f"{act.upper()} is fine"
-        # The kernel did it: what has transformers loaded is still there.
+        # The kernel enforced the limit; the supervisor, which has loaded transformers, still runs.
         assert supervisor(template).pid == before
 
 
@@ -246,7 +246,7 @@ async def test_event_loop_runs_during_template_timeout(tmp_path: Path) -> None:
             await template.render(saying("loop"), None)
         ticking.cancel()
 
-        # What the loop's thread computed meanwhile were its own turns.
+        # The event loop's thread spent its CPU time on its own iterations.
         assert turns > 100 * (time.thread_time() - began)
 
 
@@ -358,7 +358,7 @@ async def test_renderer_processes_run_in_parallel(tmp_path: Path) -> None:
     config = RouterConfig(template_timeout=60, template_processes=2)
     async with serving(tmp_path, HOSTILE, config) as template:
         looping = asyncio.create_task(template.render(saying("loop"), None))
-        # The one does not wait for the other.
+        # The other process renders meanwhile.
         assert await template.render(chat_turns(HELLO), None) == "hello is fine"
         assert not looping.done()
         await template.close()
@@ -385,7 +385,7 @@ async def test_renderer_process_is_sandboxed(
 
 @pytest.mark.long
 def test_renderer_exits_with_killed_router(tmp_path: Path) -> None:
-    """Also while it renders; who starts it here is killed."""
+    """The process that started the renderer is killed while a template renders."""
     program = """
 import asyncio, os, signal, sys
 from pathlib import Path
@@ -405,7 +405,7 @@ asyncio.run(main())
     ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
 
     assert ended.returncode == -signal.SIGKILL
-    # That nothing is left every test checks.
+    # Every test checks that no process is left.
 
 
 def test_chat_template_source_precedence(tmp_path: Path) -> None:

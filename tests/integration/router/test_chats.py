@@ -25,7 +25,7 @@ from tests.support.scripted import SAY, scripted_cluster
 from tests.support.worker.grammar_support import DEMO_MODEL
 from worker.config import WorkerConfig
 
-#: What the demo model's vocabulary calls token 0.
+#: Token 0 of the demo model's vocabulary.
 END = "<|endoftext|>"
 SAYING = {"messages": [{"role": "user", "content": f"{SAY}four"}], "max_tokens": 40}
 #: Only the assistant's turns end with a token that may be in the vocabulary.

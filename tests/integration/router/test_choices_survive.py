@@ -1,5 +1,4 @@
-"""Several choices with log probabilities over routers, fake workers and a ledger: whatever is lost,
-each choice is what an undisturbed run makes of it, and so is what is said of its tokens."""
+"""Several choices and their log probabilities are unchanged by lost workers and routers."""
 
 from __future__ import annotations
 
@@ -71,7 +70,7 @@ async def test_choices_migrate_from_killed_worker(tokens_before: int) -> None:
         victim = parts.workers[0]
         link = parts.routers[0]._sessions._links[victim.worker_id]
         await until(lambda: held.num_requests)
-        # Too few steps to end a request, however late the test notices.
+        # Too few steps to finish a request, however late the test reacts.
         held.let(tokens_before + 4)
         await until(lambda: link.state.num_running >= N)
         await until(lambda: link.state.output_tokens >= N * tokens_before)
@@ -82,7 +81,7 @@ async def test_choices_migrate_from_killed_worker(tokens_before: int) -> None:
         received = await asyncio.gather(*work)
         for stream, one, prompt in zip(streams, received, PROMPTS, strict=True):
             check(stream, one, prompt)
-            # Read back from the ledger it is the same.
+            # The ledger returns the same.
             again = client.attach(stream.request_id)
             check(again, await receive(again), prompt)
         if tokens_before:

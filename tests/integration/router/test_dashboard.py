@@ -29,7 +29,7 @@ ALERTS = DEPLOY / "prometheus/alerts.yaml"
 RULES = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
 RUNBOOK = (DEPLOY / "RUNBOOK.md").read_text()
 TESTED = yaml.safe_load((DEPLOY / "prometheus/alerts_test.yaml").read_text())["tests"]
-#: In their queries dashboards have these.
+#: Values for the variables in the dashboard's queries.
 VARIABLES = {"$job": "everlift", "$worker": ".*", "$__rate_interval": "10s"}
 #: Panels without a result here, and why.
 EMPTY = {
@@ -39,10 +39,10 @@ EMPTY = {
     "Coverage of predicted length quantiles": "no model of lengths is loaded here",
     "Rejected requests by reason": "there is room for all that comes here",
 }
-#: Outcomes that no panel takes for a failure.
+#: Outcomes that the error rate excludes.
 FORGIVEN = re.compile(r'outcome!~"(ok\|[^"]*)"')
 OTHERS_DOING = ("cancelled", "moved", "router_stopping", "unknown_model", "request_conflict")
-#: What is asked for with "> 0" has a result only while something is wrong.
+#: Metrics whose queries, with "> 0", have a result only during a failure.
 ONLY_IN_TROUBLE = ("everlift_ledger_failures_total", "everlift_ledger_away", "everlift_worker_slow")
 
 
@@ -77,7 +77,7 @@ async def test_dashboard_queries_all_return_results(tmp_path: Path) -> None:
 
 
 async def without_result(server: Prometheus) -> set[str]:
-    """Queries that have none, asked again and again until those that can have it do."""
+    """Return the queries without a result, after repeating them for at least 30 s."""
     lacking = {query for panel in panels() for query in queries(panel) if has_result(panel, query)}
     assert len(lacking) > 50
     for _ in range(60):
@@ -114,7 +114,7 @@ def names(text: str) -> set[str]:
 
 
 def known() -> set[str]:
-    """Names of samples."""
+    """Return the names of all samples."""
     suffixes = {"histogram": ("_bucket", "_sum", "_count")}
     return {
         metric.name + suffix
@@ -155,8 +155,8 @@ def test_alerts_have_severity_summary_and_runbook_section() -> None:
 def test_runbook_has_one_row_per_error() -> None:
     errors = RUNBOOK.partition("\n## Errors\n")[2]
     first_cells = re.findall(r"^\| (`.*?`) \|", errors, re.MULTILINE)
-    told = Counter(slug for cell in first_cells for slug in re.findall(r"\w+", cell))
-    assert told == Counter(BY_SLUG.keys())
+    documented = Counter(slug for cell in first_cells for slug in re.findall(r"\w+", cell))
+    assert documented == Counter(BY_SLUG.keys())
 
 
 def test_runbook_and_guides_name_only_existing_alerts() -> None:

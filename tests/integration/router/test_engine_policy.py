@@ -34,7 +34,7 @@ POLICIES: dict[str, type[Policy]] = {
     "static": Static,
     "magnus": Magnus,
 }
-#: More come at once than have a slot, and blocks are short.
+#: Fewer slots and KV blocks than concurrent requests need.
 SMALL = replace(WORKER, num_blocks=24, max_num_seqs=4, max_num_batched_tokens=64)
 PROMPTS = [[1 + number % 7] * (5 + 13 * (number % 5)) for number in range(30)]
 
@@ -45,7 +45,7 @@ def policy_of(rank: Rank) -> type[Policy]:
 
 
 def running(parts: Cluster) -> int:
-    """Requests that workers have."""
+    """Return the number of requests on workers."""
     return sum(len(rank._sessions._attempts) for rank in parts.workers if rank._sessions)
 
 

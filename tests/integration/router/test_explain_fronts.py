@@ -33,7 +33,7 @@ from worker.config import WorkerConfig
 
 MANY = "/everlift.v1.Inference/GenerateMany"
 STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
-#: Of which 1 % is more than a router's turn of its event loop takes.
+#: Enough tokens that 1 % of their time exceeds one iteration of the router's event loop.
 TOKENS = 150
 LATE_S = 0.2
 _TRIES = 4
@@ -57,7 +57,7 @@ async def chatting(rim: Rim) -> AsyncIterator[Cluster]:
         yield parts
 
 
-async def told(parts: Cluster, name: str) -> pb.Explanation:
+async def explain(parts: Cluster, name: str) -> pb.Explanation:
     async with AsyncClient(parts.address) as client:
         return await client.explain(name)
 
@@ -72,7 +72,7 @@ async def added_up(
     """
     for number in range(_TRIES):
         await send(name := f"r{number}")
-        wall_s, explanation = rim.seconds[name], await told(parts, name)
+        wall_s, explanation = rim.seconds[name], await explain(parts, name)
         if abs(sum(seconds(explanation).values()) - wall_s) <= max(1e-3, 0.01 * wall_s):
             break
     check_sum(explanation, Bounds(wall_s, wall_s))
@@ -84,12 +84,12 @@ def named(name: str) -> dict[str, str]:
 
 
 Fields = Mapping[str, Any]
-#: One call by its name, whose body comes so long after it was heard.
+#: Sends one named call; its body follows LATE_S after the router received the headers.
 Send = Callable[[Cluster, Rim, str], Awaitable[None]]
 
 
 async def late(rim: Rim, name: str) -> None:
-    await until(lambda: name in rim.heard)
+    await until(lambda: name in rim.arrivals)
     await asyncio.sleep(LATE_S)
 
 
@@ -159,7 +159,7 @@ async def test_timing_and_metrics_start_at_call(parts: Cluster, rim: Rim) -> Non
     async with grpc.aio.insecure_channel(parts.address) as channel:
         call = channel.stream_stream(GENERATE, response_deserializer=pb.GenerateResponse.FromString)
         *_, last = [it async for it in call(messages(), metadata=((IDEMPOTENCY_KEY, "r"),))]
-    explanation, timing = await told(parts, "r"), last.timing
+    explanation, timing = await explain(parts, "r"), last.timing
     assert timing.time_to_first_token_s == explanation.ttft_s > LATE_S
     assert LATE_S < timing.total_s <= explanation.total_s
     samples = (await scraped(parts.routers[0].metrics_address)).samples
@@ -179,15 +179,15 @@ async def test_explain_batch_requests_start_at_shared_call(parts: Cluster, rim: 
     await over_grpc(MANY, many)(parts, rim, "r")
     await over_http({"prompt": ["a", "b"], "max_tokens": 2})(parts, rim, "s")
     for name in ("r:0", "r:1", "s:0", "s:1"):
-        explanation = await told(parts, name)
+        explanation = await explain(parts, name)
         assert explanation.spans[0].kind == pb.SPAN_KIND_RECEIVE
         assert explanation.spans[0].seconds > LATE_S
 
 
 async def test_explain_streamed_request_starts_at_own_message(parts: Cluster, rim: Rim) -> None:
-    """The call that it came over may be an hour old."""
+    """The call that carries the message may be much older."""
     await over_grpc(STREAM_INFER, lambda _: infer("r"))(parts, rim, "s")
-    assert (await told(parts, "r")).total_s < rim.seconds["s"] - LATE_S
+    assert (await explain(parts, "r")).total_s < rim.seconds["s"] - LATE_S
 
 
 class HeldTemplate:

@@ -1,4 +1,4 @@
-"""Many requests over one call, at a whole cluster: each is a request like any other."""
+"""GenerateMany on a whole cluster: each of its requests behaves like a single one."""
 
 from __future__ import annotations
 
@@ -122,13 +122,13 @@ async def test_generate_many_logs_x_request_id(
             result = await read(parts.address, requests, {"x-request-id": "mesh/1"})
             plain = await read(parts.address, [asked([1], 3, "c")])
     assert (result.finished, plain.finished) == ({0, 1}, {0})
-    told = [
+    logged = [
         (fields["request_id"], record.getMessage(), fields.get("x_request_id"))
         for record in caplog.records
         if record.getMessage() in ("accepted", "finished")
         for fields in [record.__dict__["everlift_fields"]]
     ]
-    assert sorted(told, key=str) == [
+    assert sorted(logged, key=str) == [
         (name, event, given)
         for name, given in (("a", "mesh/1"), ("b", "mesh/1"), ("c", None))
         for event in ("accepted", "finished")
@@ -228,12 +228,12 @@ async def test_generate_many_full_queue_rejects_each_with_retry_after() -> None:
 async def test_generate_many_call_deadline_applies_to_each_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # A busy machine needs longer until its client has the answer: half of the deadline at most.
-    monkeypatch.setattr(handlers, "_ANSWER_MARGIN_S", 1.0)
+    # A busy machine may deliver the answer late, here by at most half of the deadline.
+    monkeypatch.setattr(handlers, "_ANSWER_MARGIN_S", 4.0)
     async with cluster(workers=1) as parts:
         parts.hold()
         requests = [asked([1], 50, "a"), asked([2], 50, "b")]
-        result = await read(parts.address, requests, timeout_s=2.0)
+        result = await read(parts.address, requests, timeout_s=8.0)
     assert {it.slug for it in result.failures.values()} == {"deadline_exceeded"}
     assert len(result.failures) == 2
 
@@ -261,5 +261,5 @@ async def test_generate_many_rejects_malformed_message(data: bytes, slug: str) -
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in call:
                 pass
-    told = error_details.decode(dict(caught.value.trailing_metadata() or ())[wire.DETAILS])
-    assert told is not None and told.slug == slug
+    details = error_details.decode(dict(caught.value.trailing_metadata() or ())[wire.DETAILS])
+    assert details is not None and details.slug == slug

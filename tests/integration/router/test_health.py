@@ -33,7 +33,7 @@ READINESS = [
 
 
 class AwayLedger(KeptLedger):
-    """Does not answer beats while it is away."""
+    """Ledger that fails heartbeats while ``is_away`` is set."""
 
     is_away = False
 
@@ -66,7 +66,7 @@ async def test_http_probes_are_served_on_metrics_port() -> None:
 
 
 async def answered(router: Router, *paths: str) -> list[str]:
-    """The status of each."""
+    """Return the HTTP status of each path."""
     requests = [f"GET /{path} HTTP/1.1" for path in paths]
     return [(await fetch(router.metrics_address, each)).split()[1] for each in requests]
 
@@ -91,7 +91,7 @@ async def test_health_check_rejects_malformed_message() -> None:
 
 
 async def test_stopping_router_is_live_but_not_ready() -> None:
-    """While the stream that it has goes on."""
+    """The running stream continues meanwhile."""
     async with cluster(workers=1, router_config=replace(ROUTER, drain=20.0)) as parts:
         [held] = parts.hold()
         router = parts.routers[0]

@@ -1,4 +1,4 @@
-"""OpenAI's API over HTTP, on routers and fake workers: what is answered, refused and resumed."""
+"""OpenAI's API over HTTP, on routers and fake workers: answers, rejections and resumption."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from everlift.errors import QueueFull, Unauthenticated, UnknownRequest
 from router.api.http import connection
 from router.api.http.event_id import BEGIN, EventId
 from router.auth.caller import Caller, Scope
-from tests.support.in_process import ROUTER, WORKER, Cluster, cluster, right_tokens, until
+from tests.support.in_process import (
+    ROUTER,
+    WORKER,
+    Cluster,
+    cluster,
+    paced_cluster,
+    right_tokens,
+    until,
+)
 from tests.support.router.http_client import JSON, Event, ask, get, streamed
 from worker.config import FakeModel
 
@@ -53,7 +61,7 @@ def text_of(chunks: list[Event], choice: int = 0) -> str:
 
 
 async def busy(parts: Cluster) -> int:
-    """Requests in the hands of the first worker."""
+    """Return the number of requests that the only worker runs or queues."""
     async with AsyncClient(parts.address) as client:
         [worker] = (await client.status()).workers
         return int(worker.num_running + worker.num_waiting)
@@ -115,7 +123,7 @@ async def test_continuous_usage_is_in_every_chunk(address: str, prompt: Any) -> 
         counts.append(usage["completion_tokens"])
     assert counts == sorted(counts) and counts[-1] == total
     assert last.json["usage"]["completion_tokens"] == total and last.json["choices"] == []
-    # As with vLLM it takes effect with include_usage only.
+    # As in vLLM, it takes effect only with include_usage.
     alone = {**body, "stream_options": {"continuous_usage_stats": True}}
     *chunks, _ = await events(address, alone)
     assert all(chunk.json["usage"] is None and chunk.json["choices"] for chunk in chunks)
@@ -237,7 +245,7 @@ async def test_status_and_models_report_http_address(parts: Cluster, address: st
         assert (await client.models()).http_address == address
 
 
-# names, traces
+# request ids
 
 
 async def test_idempotency_key_makes_retry_same_request(parts: Cluster, address: str) -> None:
@@ -387,7 +395,7 @@ async def test_body_larger_than_limit_is_rejected(parts: Cluster) -> None:
     assert (await ask(address, "/v1/completions", body)).status == 200
     large = await ask(address, "/v1/completions", {"prompt": "a" * 2000})
     assert (large.status, large.error[0]) == (413, "message_too_large")
-    # Nobody has to say how long it is.
+    # The limit applies without a Content-Length, too.
     pieces = b"".join(b"400\r\n" + b"a" * 1024 + b"\r\n" for _ in range(3)) + b"0\r\n\r\n"
     async with streamed(address, "/v1/completions", None, {**JSON, "content-length": "0"}):
         pass
@@ -444,11 +452,25 @@ async def test_connection_without_complete_headers_times_out(
 ) -> None:
     monkeypatch.setattr(connection, "_HEAD_TIMEOUT_S", 0.05)
     address = parts.routers[0].http_address
-    for begin in (b"", b"GET /health HTTP/1.1\r\nHost:"):
+    for begin in (b"", b"\r\n", b"GET /health HTTP/1.1\r\nHost:"):
         reader, writer = await asyncio.open_connection(*address.split(":"))
         writer.write(begin)
         assert await reader.read() == b""
         writer.close()
+
+
+async def test_empty_line_after_an_answer_times_out(
+    parts: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = parts.routers[0].http_address
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+    assert b"200" in await reader.readline()
+    monkeypatch.setattr(connection, "_HEAD_TIMEOUT_S", 0.05)
+    writer.write(b"\r\n")
+    async with asyncio.timeout(30.0):
+        await reader.read()
+    writer.close()
 
 
 async def test_pipelined_requests_are_answered_in_order(address: str) -> None:
@@ -464,8 +486,8 @@ async def test_timeout_ms_ends_request_with_deadline_exceeded(address: str) -> N
     body = {**GREEDY, "max_tokens": 4000, "timeout_ms": 50}
     answer = await ask(address, "/v1/completions", body)
     assert (answer.status, answer.error[0]) == (504, "deadline_exceeded")
-    # Long enough for the first token even on a busy machine.
-    *_, error = await events(address, {**body, "timeout_ms": 1000})
+    # Long enough for the first token even on a busy machine, and too short for 4000 steps.
+    *_, error = await events(address, {**body, "timeout_ms": 5000})
     assert error.json["error"]["code"] == "deadline_exceeded"
 
 
@@ -484,10 +506,12 @@ async def test_full_queue_returns_429_with_retry_after(is_stream: bool) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-@pytest.mark.parametrize("room", [0, 1], ids=["none let in", "one let in"])
-async def test_rejected_prompts_leave_no_request_ids_in_ledger(is_stream: bool, room: int) -> None:
-    """After a rejection by the gateway or the leader, all prompts can be sent again."""
-    router = replace(ROUTER, max_queued=1 + room)
+@pytest.mark.parametrize("num_accepted", [0, 1], ids=["none accepted", "one accepted"])
+async def test_rejected_prompts_leave_no_request_ids_in_ledger(
+    is_stream: bool, num_accepted: int
+) -> None:
+    """All prompts can be sent again after a rejection by the gateway or the leader."""
+    router = replace(ROUTER, max_queued=1 + num_accepted)
     async with cluster(workers=0, router_config=router) as parts:
         address = parts.routers[0].http_address
         waiting = asyncio.create_task(ask(address, "/v1/completions", GREEDY))
@@ -504,7 +528,7 @@ async def test_rejected_prompts_leave_no_request_ids_in_ledger(is_stream: bool, 
 
 
 class Keys:
-    """A door with two keys."""
+    """Authenticator with two keys, one for inference and one for metrics."""
 
     def admit(self, headers: Mapping[str, str]) -> Caller:
         match headers.get("authorization", ""):
@@ -553,8 +577,8 @@ async def test_cors_allows_only_configured_origins(parts: Cluster) -> None:
     asked = {**origin, "access-control-request-method": "POST"}
     preflight = await ask(address, "/v1/completions", None, asked, "OPTIONS")
     assert preflight.status == 200
-    told = await get(address, "/health", origin)
-    assert told.headers["access-control-allow-origin"] == "https://chat.example.com"
+    allowed = await get(address, "/health", origin)
+    assert allowed.headers["access-control-allow-origin"] == "https://chat.example.com"
     other = await get(address, "/health", {"origin": "https://evil.example"})
     assert "access-control-allow-origin" not in other.headers
 
@@ -570,7 +594,7 @@ async def test_http_front_can_be_disabled_and_rejects_used_port(
         await parts.add_router()
 
 
-# clients that go, and come again
+# disconnects and resumption
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -611,7 +635,7 @@ async def test_http_disconnect_with_pipelined_request_cancels_stream() -> None:
 
 
 async def hang_up_after_first_event(address: str, body: Any, headers: Mapping[str, str]) -> str:
-    """The id of the event."""
+    """Close the connection after the first event, and return the event's id."""
     async with streamed(address, "/v1/completions", body, headers) as stream:
         async for event in stream.events():
             stream.hang_up()
@@ -622,8 +646,7 @@ async def hang_up_after_first_event(address: str, body: Any, headers: Mapping[st
 @pytest.mark.parametrize("session", [{}, {"x-session-id": "talk"}])
 @pytest.mark.parametrize("router", [0, 1])
 async def test_stream_resumes_on_any_router(router: int, session: dict[str, str]) -> None:
-    slow = replace(WORKER, fake=FakeModel(step_time=0.01))
-    async with cluster(routers=2, workers=1, worker_config=slow) as parts:
+    async with paced_cluster(routers=2) as parts:
         body = {"prompt": [[5], [6]], "n": 2, "temperature": 0, "max_tokens": 60}
         body |= {"on_disconnect": "grace", "stream": True}
         seen: list[Event] = []
@@ -641,16 +664,15 @@ async def test_stream_resumes_on_any_router(router: int, session: dict[str, str]
         for choice in range(4):
             right = right_text(parts, [5 + choice // 2], 60)
             assert text_of([*seen, *rest], choice) == right
-        # Nothing came twice.
+        # The last event is not repeated.
         assert rest[0].id not in {event.id for event in seen}
         assert rest[0].json["id"] == seen[0].json["id"]
 
 
 @pytest.mark.parametrize("router", [0, 1])
 async def test_resume_with_different_body_is_conflict(router: int) -> None:
-    """Whichever router has the request. A field of one try alone may differ."""
-    slow = replace(WORKER, fake=FakeModel(step_time=0.01))
-    async with cluster(routers=2, workers=1, worker_config=slow) as parts:
+    """Every router detects the conflict; ``on_disconnect`` belongs to the call and may differ."""
+    async with paced_cluster(routers=2) as parts:
         body = {**GREEDY, "n": 3, "max_tokens": 4000, "stream": True}
         named = {**JSON, "idempotency-key": "mine"}
         first, address = (parts.routers[each].http_address for each in (0, router))
@@ -667,11 +689,11 @@ async def test_resume_with_different_body_is_conflict(router: int) -> None:
 
 
 async def test_stream_for_plain_client_has_data_lines_only(address: str) -> None:
-    """Many clients take every line, or everything before an empty line, for JSON."""
+    """Many clients parse every line, or everything before an empty line, as JSON."""
     body = {**GREEDY, "stream": True}
     async with streamed(address, "/v1/completions", body, {**JSON, "accept": "*/*"}) as stream:
-        *told, done, end = (await stream.rest()).decode().split("\n\n")
-    assert told and all(json.loads(each.removeprefix("data: "))["choices"] for each in told)
+        *chunks, done, end = (await stream.rest()).decode().split("\n\n")
+    assert chunks and all(json.loads(each.removeprefix("data: "))["choices"] for each in chunks)
     assert (done, end) == ("data: [DONE]", "")
 
 
@@ -704,7 +726,7 @@ async def test_resume_with_wrong_digest_is_data_loss(address: str) -> None:
 
 @pytest.mark.long
 async def test_slow_http_reader_pauses_writes_within_bound() -> None:
-    """The router writes no more than the connection takes, and others have their tokens."""
+    """The router writes no more than the connection takes, and answers other requests."""
     async with cluster(workers=1, worker_config=replace(WORKER, num_blocks=1024)) as parts:
         router = parts.routers[0]
         body = {**GREEDY, "n": 8, "max_tokens": 4000, "stream": True, "logprobs": 5}
@@ -736,8 +758,7 @@ async def test_cancelled_stream_ends_with_error_event(parts: Cluster, address: s
 
 
 async def test_stopping_router_lets_streams_resume_on_another() -> None:
-    slow = replace(WORKER, fake=FakeModel(step_time=0.01))
-    async with cluster(routers=2, workers=1, worker_config=slow) as parts:
+    async with paced_cluster(routers=2) as parts:
         leaving, other = parts.routers
         body = {**GREEDY, "max_tokens": 100, "stream": True}
         seen: list[Event] = []

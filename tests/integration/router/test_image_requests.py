@@ -20,6 +20,7 @@ from everlift.images import Image
 from tests.support.images import png, png_header, png_url
 from tests.support.in_process import ROUTER, Cluster, cluster, receive, until
 from tests.support.router.http_client import ask, get
+from tests.support.worker import fake_vllm_core
 from tests.support.worker.fake_vllm_core import PLACEHOLDER_ID, SlowCore, process_images
 from tests.support.worker.grammar_support import DEMO_MODEL
 from worker.engine.limits import Limits
@@ -51,7 +52,9 @@ def expected(image: bytes, count: int = SIZE, choice: int = 0) -> list[int]:
     return expected_tokens(processed.prompt_ids, count, choice=choice)
 
 
-async def test_images_survive_the_loss_of_workers() -> None:
+async def test_images_survive_the_loss_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The requests must not end before the loss, although this process may be paused.
+    monkeypatch.setattr(fake_vllm_core, "STEP_S", 0.03)
     async with cluster() as parts, AsyncClient(parts.address) as client:
         requests = [
             asyncio.create_task(receive(client, PROMPT, SIZE, images=[image]))
@@ -59,6 +62,7 @@ async def test_images_survive_the_loss_of_workers() -> None:
         ]
         await until(lambda: parts.routers[0]._requests.counters.output_tokens > 100)
         await parts.kill_worker(parts.workers[0])
+        monkeypatch.setattr(fake_vllm_core, "STEP_S", 0.002)
         results = await asyncio.gather(*requests)
     for image, received in zip(IMAGES * 2, results, strict=True):
         assert received.is_contiguous and received.tokens == expected(image)
@@ -66,13 +70,17 @@ async def test_images_survive_the_loss_of_workers() -> None:
     assert len({tuple(received.tokens) for received in results}) == len(IMAGES)
 
 
-async def test_choices_with_an_image_survive_the_loss_of_workers() -> None:
+async def test_choices_with_an_image_survive_the_loss_of_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fake_vllm_core, "STEP_S", 0.03)
     async with cluster() as parts, AsyncClient(parts.address) as client:
         stream = client.generate(PROMPT, max_tokens=SIZE, n=3, images=IMAGES[:1], seed=4)
         request = asyncio.create_task(gather(stream))
         await until(lambda: parts.routers[0]._requests.counters.output_tokens > 60)
         busy = [rank for rank in parts.workers if rank._sessions and not rank._sessions.is_idle]
         await parts.kill_worker(busy[0])
+        monkeypatch.setattr(fake_vllm_core, "STEP_S", 0.002)
         disturbed = (await request).choices
         again = client.generate(PROMPT, max_tokens=SIZE, n=3, images=IMAGES[:1], seed=4)
         assert [it.token_ids for it in (await gather(again)).choices] == [

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol on a router's port, by its bare wire."""
+"""The Open Inference Protocol on a router's port, with the generated gRPC stubs."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def tokens(*responses: pb.ModelInferResponse) -> list[int]:
 async def refused(call: grpc.aio.UnaryUnaryCall) -> tuple[str, str]:  # type: ignore[type-arg]
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
-    told = error_details.decode(dict(caught.value.trailing_metadata() or ())[wire.DETAILS])
-    return caught.value.code().name, told.slug if told else ""
+    details = error_details.decode(dict(caught.value.trailing_metadata() or ())[wire.DETAILS])
+    return caught.value.code().name, details.slug if details else ""
 
 
 async def read_all(call: grpc.aio.StreamStreamCall) -> list[pb.ModelStreamInferResponse]:  # type: ignore[type-arg]

@@ -1,6 +1,6 @@
 """Limits of everything that a client may send, on each front.
 
-The limit itself is accepted. More gets an error of its own that names the limit.
+The limit itself is accepted. A larger value gets an error of its own, which names the limit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Fields = Mapping[str, Any]
 
 
 class Limit(NamedTuple):
-    """``says`` is in the error's message. Not every front ``has`` what it is of."""
+    """Limit of a field of the fronts in ``has``; the error's message contains ``says``."""
 
     slug: str
     below: Fields
@@ -103,7 +103,7 @@ LIMITS = {
     ),
 }
 CASES = [(limit, front) for limit, it in LIMITS.items() for front in it.has.split()]
-#: The fake worker's word for a grammar, which came so far.
+#: Error of the fake worker for a grammar, which shows that the router accepted it.
 NO_GRAMMAR = "the fake model supports no grammar"
 
 

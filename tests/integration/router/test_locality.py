@@ -15,7 +15,7 @@ from tests.support.in_process import ROUTER, WORKER, cluster, until
 from worker.config import FakeModel
 
 PROMPT = (*range(1, 1 + 3 * CHUNK_SIZE), 7, 8, 9)
-#: A prompt that takes about as long as 200 steps without one.
+#: Worker with one slot and slow prefill: a token takes a quarter of a step's fixed time.
 SLOW = replace(
     WORKER,
     max_num_seqs=1,
@@ -94,7 +94,7 @@ async def test_request_waits_for_busy_worker_with_its_prefix() -> None:
     async with cluster(1, 2, config, SLOW) as parts, AsyncClient(parts.address) as client:
         long = tuple(1 + n % 1000 for n in range(16 * CHUNK_SIZE))
         warm = (await run(client, "first", long)).worker_id
-        # Both workers' speeds are learned from other work, and how often requests leave them.
+        # Other requests provide measurements of both workers' speeds and departure rates.
         for number in range(12):
             await asyncio.gather(
                 *(

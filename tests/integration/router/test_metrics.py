@@ -23,11 +23,19 @@ from router.observability.metrics.catalogue import (
     STEP_PARTS,
     Metric,
 )
-from tests.support.in_process import ROUTER, WORKER, Cluster, cluster, receive, until
+from tests.support.in_process import (
+    LONG_LEASE,
+    ROUTER,
+    Cluster,
+    cluster,
+    paced_cluster,
+    receive,
+    until,
+)
 from tests.support.router.keyring import Keyring
 from tests.support.router.scrape import PLAIN, Samples, fetch, scraped
 
-#: Whose labels have no values in a cluster without this.
+#: Metrics without samples in this cluster, by what it lacks.
 WITHOUT = {
     "everlift_worker_gpu_utilization_ratio": "a GPU",
     "everlift_worker_predicted_step_seconds": "enough steps",
@@ -49,7 +57,7 @@ LABEL_VALUES = {
 
 
 async def served(parts: Cluster) -> list[list[int]]:
-    """Tokens of three requests that ended well; besides, one was refused and one was cancelled."""
+    """Return the tokens of three completed requests; run a rejected and a cancelled one, too."""
     async with AsyncClient(parts.address) as client:
         answers = await asyncio.gather(
             receive(client, [5, 6, 7], 20),
@@ -112,7 +120,7 @@ async def test_metrics_count_each_request_once() -> None:
         assert samples[f"everlift_{name}_count", "priority=2"] == 1
     for name in ("time_to_first_token_seconds", "queue_wait_seconds", "prefill_seconds"):
         assert samples.total(f"everlift_{name}_count") == 4
-    # Each piece of a stream but its first one; a piece has a token or more.
+    # One sample for each delivery but the first one; a delivery has at least one token.
     assert 0 < samples["everlift_inter_token_latency_seconds_count", "priority=2"] < 30
     assert samples["everlift_leading",] == samples["everlift_leader_changes_total",] == 1
     assert samples["everlift_ledger_call_seconds_count", "operation=open"] == 4
@@ -131,7 +139,7 @@ async def test_worker_metrics_are_split_by_part() -> None:
     blocks = samples.values("everlift_worker_kv_blocks", "state")
     # 104 tokens, the last one of which is not computed: three full blocks of 32, and the rest.
     assert blocks == {"used": 0, "cached": 3, "free": 253}
-    # The last token that is known has to be computed, and so has its block.
+    # The last prompt token must be computed, and with it its whole block.
     assert samples.total("everlift_worker_prefix_hit_tokens_total") == 32
     parts_s = samples.values("everlift_worker_step_seconds_total", "part")
     assert parts_s["model"] > 0.1 > 0 == parts_s["sample"]
@@ -167,7 +175,7 @@ async def test_tenant_metrics_leave_later_attempts_out(tmp_path: Path) -> None:
     keyring = Keyring(tmp_path / "keys.yaml")
     key = await keyring.key("acme")
     config = replace(ROUTER, access="file", access_file=str(keyring.path))
-    async with cluster(1, 1, config) as parts:
+    async with paced_cluster(router_config=config) as parts:
         async with AsyncClient(parts.address, api_key=key) as client:
             stream = client.generate([7] * 300, max_tokens=400)
             chunks = aiter(stream)
@@ -195,7 +203,7 @@ async def test_lost_worker_series_are_removed_and_loss_is_counted() -> None:
 
 
 async def test_cluster_metrics_are_exported_by_leader_only() -> None:
-    async with cluster(routers=2) as parts:
+    async with cluster(routers=2, router_config=LONG_LEASE) as parts:
         await until(lambda: any(router._leader.is_leading for router in parts.routers))
         everybody = [(await scraped(router.metrics_address)).samples for router in parts.routers]
         async with AsyncClient(parts.address) as client:
@@ -228,22 +236,22 @@ async def test_metrics_count_queue_full_rejections() -> None:
 
 
 async def test_ttft_is_not_recorded_again_after_takeover() -> None:
-    """A gateway dies; the other one has its request, whose first token was read there."""
+    """The router that dies has delivered the first token, so the other one records no TTFT."""
     config = replace(ROUTER, lease=0.5, heartbeat=0.1)
-    async with cluster(routers=2, router_config=config, worker_config=WORKER) as parts:
+    async with paced_cluster(routers=2, workers=2, router_config=config) as parts:
         async with AsyncClient([router.address for router in parts.routers]) as client:
-            stream = client.generate([4, 4], max_tokens=400, temperature=0.0)
+            stream = client.generate([4, 4], max_tokens=100, temperature=0.0)
             chunks = aiter(stream)
             tokens = 0
             while not tokens:
                 tokens += len((await anext(chunks)).token_ids)
-            # The client goes on at the other one.
+            # The client continues at the other router.
             dying = next(router for router in parts.routers if len(router._requests))
             await parts.kill_router(dying)
             async for chunk in chunks:
                 tokens += len(chunk.token_ids)
             samples = (await scraped(parts.routers[0].metrics_address)).samples
-    assert tokens == 400
+    assert tokens == 100
     assert samples["everlift_requests_total", "outcome=ok"] == 1
     assert samples.total("everlift_time_to_first_token_seconds_count") == 0
     assert samples["everlift_requests_accepted_total",] == 0
@@ -272,7 +280,7 @@ async def test_silent_metrics_connections_do_not_block_router_stop() -> None:
     async with cluster(workers=0) as parts:
         host, port = parts.routers[0].metrics_address.rsplit(":", 1)
         silent = [await asyncio.open_connection(host, int(port)) for _ in range(20)]
-        # Of those that are too many nobody listens to.
+        # Connections beyond the limit are closed.
         await until(lambda: any(reader.at_eof() for reader, _ in silent))
     for reader, writer in silent:
         assert await reader.read() == b""
@@ -295,6 +303,7 @@ async def test_metrics_stalled_reader_is_disconnected(monkeypatch: pytest.Monkey
         stalled.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
         await until(lambda: bool(server._answering))
         await until(lambda: not server._answering)
+        monkeypatch.setattr(http_server, "_TIMEOUT_S", 30.0)
         assert (await fetch(server.address, "GET /live HTTP/1.1")).startswith("HTTP/1.1 200 ")
     await server.stop()
 

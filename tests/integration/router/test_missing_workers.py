@@ -1,4 +1,4 @@
-"""Workers that are asked for and missing: in the status, in the metrics, and for who waits."""
+"""Wanted but missing workers: in status and metrics, and for queued requests."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def test_explain_names_missing_workers() -> None:
 async def test_requests_without_worker_wait_past_idle_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A stream gets comments meanwhile, and no idle limit ends an answer that has none."""
+    """A stream gets comments; a unary answer, which has none, is not ended by the idle limit."""
     monkeypatch.setattr("router.api.http.server._IDLE_S", 0.05)
     router = replace(ROUTER, keep_alive=0.05)
     body = {"prompt": [1, 2], "max_tokens": 3}

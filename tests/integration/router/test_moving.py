@@ -1,4 +1,4 @@
-"""Preempt here, resume there, in one process with real gRPC and fake workers."""
+"""Preempted requests resume on another worker, in one process with real gRPC."""
 
 from __future__ import annotations
 

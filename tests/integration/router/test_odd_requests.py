@@ -1,6 +1,6 @@
-"""Odd but legal requests are served as sent; excessive ones are refused before they cost anything.
+"""Odd but valid requests are served as sent; excessive ones are rejected before they cost anything.
 
-A neighbour's stream continues meanwhile.
+A concurrent stream continues meanwhile.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ async def test_unknown_message_fields_are_ignored(parts: Cluster) -> None:
 
 
 async def answer_to(parts: Cluster, data: bytes, **call: object) -> tuple[object, str]:
-    """The status of a Generate with these bytes; None when it is served."""
+    """Return status (None if served) and details of a Generate call with these bytes."""
     unlimited = [("grpc.max_send_message_length", -1)]
     async with grpc.aio.insecure_channel(parts.address, options=unlimited) as channel:
         stream = channel.unary_stream(GENERATE)(data, **call)  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ async def answer_to(parts: Cluster, data: bytes, **call: object) -> tuple[object
 
 
 REFUSED, BROKEN = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE
-#: Metadata that nobody could have by mistake is not even read: its connection ends.
+#: Oversized calls; metadata of an absurd size is not read, and its connection is closed.
 TOO_MUCH: dict[str, tuple[int, dict[str, object], grpc.StatusCode]] = {
     "a message of 100 MB": (100 << 20, {}, REFUSED),
     "a message that grows to 256 MB": (256 << 20, {"compression": grpc.Compression.Gzip}, REFUSED),

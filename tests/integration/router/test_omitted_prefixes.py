@@ -1,4 +1,4 @@
-"""Prompts of which workers receive only what they lack: routers and fake workers over real gRPC."""
+"""Start messages that omit cached prefixes of prompts, over real gRPC with fake workers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.support.in_process import (
     ROUTER,
     WORKER,
     cluster,
+    paced_cluster,
     receive,
     right_tokens,
     until,
@@ -49,17 +50,17 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
         wire.starts.extend(map(copy.deepcopy, starts))
         start(link, starts)
 
-    async def heard(link: WorkerLink, frame: session_pb2.WorkerFrame) -> None:
+    async def record_frame(link: WorkerLink, frame: session_pb2.WorkerFrame) -> None:
         wire.incomplete.extend(frame.incomplete_starts)
         await on_frame(link, frame)
 
     monkeypatch.setattr(WorkerLink, "start", recorded)
-    monkeypatch.setattr(WorkerLink, "_on_frame", heard)
+    monkeypatch.setattr(WorkerLink, "_on_frame", record_frame)
     yield wire
 
 
 def forget_prompts(rank: Rank) -> None:
-    """Make a worker lose the tokens of what its cache has."""
+    """Delete a worker's stored prompt tokens, but not its KV cache."""
     assert rank._sessions is not None
     rank._sessions._chunks._chunks.clear()
 
@@ -105,13 +106,13 @@ async def test_worker_without_the_prefix_receives_it_whole(wire: Wire) -> None:
         assert part.HasField("omitted_prefix") and not whole.HasField("omitted_prefix")
         assert (part.epoch, part.choice) == (whole.epoch, whole.choice)
         assert list(whole.prompt_ids) == [*PROMPT, 5] and len(wire.incomplete) == 1
-        # No loss, no second attempt, and nothing that a leader waits for.
+        # No loss, no second attempt, and no unacknowledged start at the leader.
         (attempt,) = (await client.explain("r")).attempts
         assert attempt.cached_tokens >= 3 * CHUNK_SIZE
         assert parts.routers[0]._requests.counters.failed == 0
         views = parts.routers[0].leader.views.values()
         await until(lambda: not any(view.unacknowledged.choices for view in views))
-        # What came whole is known from then on.
+        # The worker has stored the prompt that it received whole.
         await turn(client, [*PROMPT, 8])
         assert [it.HasField("omitted_prefix") for it in wire.take()] == [True]
 
@@ -132,7 +133,10 @@ async def test_choices_share_a_prompt(wire: Wire) -> None:
 
 
 async def test_request_of_a_lost_worker_continues_exactly(wire: Wire) -> None:
-    async with cluster(1, 2, worker_config=FAKE) as parts, AsyncClient(parts.address) as client:
+    async with (
+        paced_cluster(1, 2, step_s=0.002, worker_config=FAKE) as parts,
+        AsyncClient(parts.address) as client,
+    ):
         await turn(client, PROMPT)
         for round_ in range(2):
             prompt = [*PROMPT, *range(1, 40 + round_)]
@@ -153,11 +157,15 @@ async def test_request_of_a_lost_worker_continues_exactly(wire: Wire) -> None:
 async def test_request_returns_to_a_worker_that_has_it(wire: Wire) -> None:
     """The request's generated tokens are omitted as well."""
     async with cluster(1, 1, worker_config=FAKE) as parts, AsyncClient(parts.address) as client:
+        [held] = parts.hold()
         reading = asyncio.create_task(receive(client, PROMPT, 600))
+        await until(lambda: held.num_requests)
+        held.let(530)
         attempts = parts.routers[0]._requests.attempts
         await until(lambda: any(live.num_tokens > 520 for live in attempts._attempts.running))
         (live,) = attempts._attempts.running
         attempts.move(live.epoch)
+        held.release()
         received = await reading
         assert received.is_contiguous
         assert received.tokens == right_tokens(PROMPT, 600, FAKE)
@@ -190,7 +198,7 @@ async def test_salts_do_not_share_prompts(wire: Wire) -> None:
 async def test_wrong_salt_does_not_reach_other_prompts(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Although the router is wrong about what the worker has for this salt."""
+    """The router wrongly expects that the worker has the prefix for this salt."""
     async with cluster(1, 1, worker_config=FAKE) as parts, AsyncClient(parts.address) as client:
         await turn(client, PROMPT, 8, cache_salt="a")
         index = parts.routers[0].leader._placements["fake"].index

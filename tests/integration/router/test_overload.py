@@ -1,4 +1,4 @@
-"""Requests that may not wait, in a cluster of two routers over real gRPC."""
+"""Rejected, shed and timed-out requests of the queue, over real gRPC."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 
 from everlift.client.client import AsyncClient
 from everlift.errors import EverliftError, QueueFull, QueueTimeout, Shed, UnknownRequest
-from tests.support.in_process import ROUTER, cluster, until
+from tests.support.in_process import LONG_LEASE, ROUTER, cluster, until
 
 
 async def refusal(client: AsyncClient, request_id: str, priority: int = 0) -> EverliftError | None:
-    """None: it was served."""
+    """Run a request; return its error, or None if it is served."""
     try:
         await client.generate([1], request_id=request_id, priority=priority, max_tokens=2).text()
     except EverliftError as error:
@@ -22,7 +22,8 @@ async def refusal(client: AsyncClient, request_id: str, priority: int = 0) -> Ev
 
 
 async def test_higher_class_sheds_lower_class_of_any_router() -> None:
-    config = replace(ROUTER, max_queued=2)
+    # A new leader would not shed requests that the previous one had accepted.
+    config = replace(LONG_LEASE, max_queued=2)
     async with (
         cluster(routers=2, workers=0, router_config=config) as parts,
         AsyncClient(parts.routers[0].address, retry_s=0) as one,
@@ -39,7 +40,7 @@ async def test_higher_class_sheds_lower_class_of_any_router() -> None:
         high = asyncio.create_task(refusal(other, "d", priority=1))
         shed = await low[1]
         assert isinstance(shed, Shed), "the higher class took its place"
-        # A second, times a random factor: nothing is known of workers.
+        # One second times a random factor, because no worker's throughput is known.
         assert 0.5 <= (shed.retry_after_s or 0.0) <= 2.5
         with pytest.raises(UnknownRequest):
             await one.get_request("b")

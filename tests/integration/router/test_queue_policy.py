@@ -23,7 +23,7 @@ def waiting(parts: Cluster) -> int:
 
 
 async def submit(parts: Cluster, request_id: str, timeout_s: float | None) -> asyncio.Task[None]:
-    """Returns when it waits."""
+    """Start a request; return its task once it is queued."""
 
     async def read() -> None:
         async with AsyncClient(parts.address) as client:

@@ -15,10 +15,10 @@ from router.api.openai.fields import ChatFields
 from tests.support.in_process import cluster
 from tests.support.router.front_answers import FRONTS, Answer
 
-#: Fields that a front does not have, or of which it has a range of its own: KServe's priority and
-#: timeout are Triton's.
+#: Fields that a front lacks, or for which it has a range of its own: KServe's priority and timeout
+#: are Triton's.
 LACKS = {
-    # Its ids are checked against the vocabulary: no message holds others.
+    # Checked against the vocabulary instead: a message cannot hold other ids.
     "native": {"stop_token_ids"},
     "KServe": {"priority", "timeout_ms", "ttft_target_ms", "prompt_logprobs"},
     # The max_tokens of a completion may be 0.
@@ -47,7 +47,7 @@ def beyond_all(front: str) -> list[tuple[str, float]]:
 
 @pytest.mark.parametrize("front", FRONTS)
 async def test_front_states_the_range_of_every_field(front: str) -> None:
-    told, expected = {}, {}
+    stated, expected = {}, {}
     async with cluster(workers=1) as parts:
         for field, value in beyond_all(front):
             try:
@@ -55,10 +55,10 @@ async def test_front_states_the_range_of_every_field(front: str) -> None:
             except ValueError:
                 assert front == "native"  # no message can hold the value
                 continue
-            told[field, value] = answer.message.partition(", not ")[0]
+            stated[field, value] = answer.message.partition(", not ")[0]
             expected[field, value] = f"{field} must be {RANGES[field]}"
             assert answer.slug in ("out_of_range", "too_many_choices")
-    assert told == expected
+    assert stated == expected
 
 
 @pytest.mark.parametrize(("field", "value"), beyond_all("chat"))

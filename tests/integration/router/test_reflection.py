@@ -109,9 +109,7 @@ async def test_reflection_malformed_request_ends_only_its_call() -> None:
 
 
 async def test_reflection_suffices_for_generic_client_to_generate() -> None:
-    """The client learns the service, its method and their messages from the router, as grpcurl
-    does.
-    """
+    """The client learns service, method and messages from the router, as grpcurl does."""
     request = {"tokens": {"ids": [1, 2]}, "maxTokens": 5, "sampling": {"temperature": 0}}
     async with cluster(workers=1) as parts:
         pieces = await asyncio.to_thread(call, parts.address, "Generate", request)
@@ -123,7 +121,7 @@ async def test_reflection_suffices_for_generic_client_to_generate() -> None:
 
 
 def call(address: str, name: str, request: dict[str, object]) -> list[dict[str, Any]]:
-    """The method's answers, as JSON."""
+    """Return a method's responses as JSON, or its error."""
     with grpc.insecure_channel(address) as channel:
         database = ProtoReflectionDescriptorDatabase(channel)
         pool = DescriptorPool(database)

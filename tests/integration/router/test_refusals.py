@@ -19,7 +19,7 @@ from tests.support.scripted import scripted_cluster
 PAGE = Path(__file__).parents[3] / "deploy" / "guides" / "openai-refusals.md"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BEHIND_OUTPUT = f"1.1.{token_digest([5]):016x}"
-#: A function with a name alone, and messages of one turn.
+#: A function with only a name, and a message.
 TOOL = {"type": "function", "function": {"name": "f"}}
 TURN = {"role": "user", "content": "hi"}
 
@@ -201,7 +201,7 @@ CASES = [
         status=415,
     ),
 ]
-#: Rows that other tests show: models with other templates or images, and limits of connections.
+#: Rows covered by other tests: models with other templates or images, and connection limits.
 ELSEWHERE = (
     "a chat, if the model",
     "`tools`, if the chat template",

@@ -1,4 +1,4 @@
-"""A router's links to workers, over real gRPC: who is up, who is lost, and false alarms."""
+"""A router's links to workers over real gRPC: liveness, loss and false alarms."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from router.event_loop import FREEZE_S
 from router.worker_sessions import Sessions
 from tests.support.in_process import until
 
-CONFIG = RouterConfig(model="fake", worker_silence=0.5)
+#: Pauses below FREEZE_S count as silence, and must not suffice for a loss.
+CONFIG = RouterConfig(model="fake", worker_silence=2 * FREEZE_S)
 HELLO = session_pb2.RouterHello(router_id="router", cluster_id="here")
 
 
 class Worker(session_pb2_grpc.WorkerSessionServicer):
-    """Says something every 20 ms, unless it is frozen."""
+    """Worker that sends a frame every 20 ms while ``moving`` is set."""
 
     def __init__(self, worker_id: str = "w", address: str = "127.0.0.1:0") -> None:
         self.info = session_pb2.WorkerInfo(worker_id=worker_id, block_size=BLOCK_SIZE)
         self.state = session_pb2.WorkerState(num_running=3, num_waiting=1)
-        #: goes with the next frame
+        #: sent with the next frame
         self.progress: list[session_pb2.Progress] = []
         self.frames: list[session_pb2.RouterFrame] = []
         self.num_streams = 0
@@ -71,12 +72,12 @@ class Worker(session_pb2_grpc.WorkerSessionServicer):
 
 
 @dataclass
-class Heard:
-    """A listener."""
+class Listener:
+    """Listener that records the events of workers."""
 
     words: list[str] = field(default_factory=list)
-    #: what came of sequences, and the turns of the event loop between
-    heard: list[int | str] = field(default_factory=list)
+    #: epochs of progress, and "turn" for the first iteration of the event loop after epoch 1
+    epochs: list[int | str] = field(default_factory=list)
 
     def worker_up(self, info: session_pb2.WorkerInfo) -> None:
         self.words.append(f"up {info.worker_id}")
@@ -85,9 +86,9 @@ class Heard:
         pass
 
     def worker_progress(self, worker_id: str, progress: session_pb2.Progress) -> None:
-        self.heard.append(progress.epoch)
+        self.epochs.append(progress.epoch)
         if progress.epoch == 1:
-            asyncio.get_running_loop().call_soon(self.heard.append, "turn")
+            asyncio.get_running_loop().call_soon(self.epochs.append, "turn")
 
     def worker_lost(self, worker_id: str) -> None:
         self.words.append(f"lost {worker_id}")
@@ -102,44 +103,46 @@ async def worker() -> AsyncIterator[Worker]:
 
 
 @pytest.fixture
-def heard() -> Heard:
-    return Heard()
+def listener() -> Listener:
+    return Listener()
 
 
 @pytest.fixture
-async def sessions(worker: Worker, heard: Heard) -> AsyncIterator[Sessions]:
-    sessions = Sessions(CONFIG, HELLO, heard, GRPC)
+async def sessions(worker: Worker, listener: Listener) -> AsyncIterator[Sessions]:
+    sessions = Sessions(CONFIG, HELLO, listener, GRPC)
     await sessions.reconcile([worker.info])
-    await until(lambda: heard.words == ["up w"])
+    await until(lambda: listener.words == ["up w"])
     yield sessions
     await sessions.close()
 
 
 async def test_session_yields_to_event_loop_during_large_batch(
-    sessions: Sessions, worker: Worker, heard: Heard
+    sessions: Sessions, worker: Worker, listener: Listener
 ) -> None:
     worker.progress = [session_pb2.Progress(epoch=n) for n in range(1, 201)]
-    await until(lambda: 200 in heard.heard)
-    assert heard.heard.index("turn") < 100
-    heard.heard.remove("turn")
-    assert heard.heard == [*range(1, 201)]
+    await until(lambda: 200 in listener.epochs)
+    assert listener.epochs.index("turn") < 100
+    listener.epochs.remove("turn")
+    assert listener.epochs == [*range(1, 201)]
 
 
 def policies(worker: Worker) -> list[tuple[bool, int, str]]:
     """Return the policies that the worker received, and whether each came with the hello."""
-    told = [frame for frame in worker.frames if frame.HasField("engine_policy")]
-    return [(it.HasField("hello"), it.engine_policy.version, it.engine_policy.name) for it in told]
+    received = [frame for frame in worker.frames if frame.HasField("engine_policy")]
+    return [
+        (it.HasField("hello"), it.engine_policy.version, it.engine_policy.name) for it in received
+    ]
 
 
 async def test_session_sends_engine_policy_on_every_connection(
-    sessions: Sessions, worker: Worker, heard: Heard
+    sessions: Sessions, worker: Worker, listener: Listener
 ) -> None:
     sessions.set_policy(session_pb2.EnginePolicy(version=1, name="slai"))
     await until(lambda: policies(worker) == [(False, 1, "slai")])
     sessions.set_policy(session_pb2.EnginePolicy(version=2, name="static"))
     await until(lambda: policies(worker)[1:] == [(False, 2, "static")])
     worker.moving.clear()
-    await until(lambda: heard.words[1:] == ["lost w"])
+    await until(lambda: listener.words[1:] == ["lost w"])
     worker.moving.set()
     await until(lambda: policies(worker)[2:] == [(True, 2, "static")])
     later = Worker("later")
@@ -156,52 +159,56 @@ async def test_session_sends_only_latest_pending_policy(sessions: Sessions, work
 
 
 async def test_silent_worker_is_declared_lost_and_stream_closed(
-    sessions: Sessions, worker: Worker, heard: Heard
+    sessions: Sessions, worker: Worker, listener: Listener
 ) -> None:
     worker.moving.clear()
-    await until(lambda: heard.words == ["up w", "lost w"])
-    # Its stream is given up: for the worker that is the end of what this router started.
+    await until(lambda: listener.words == ["up w", "lost w"])
+    # The closed stream makes the worker abort this router's requests.
     await until(lambda: worker.num_left == 1)
     assert sessions.false_alarms == 0
 
 
 @pytest.mark.parametrize(("quiet", "is_lost"), [(0.8, False), (0.86, True)])
 async def test_worker_is_declared_lost_before_full_silence(
-    sessions: Sessions, heard: Heard, quiet: float, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+    sessions: Sessions,
+    listener: Listener,
+    quiet: float,
+    is_lost: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The worker is lost after 85 to 90 % of worker_silence."""
     link = sessions.links[0]
     monkeypatch.setattr(module, "now", lambda: link.last_message_at + quiet * CONFIG.worker_silence)
     link._check_silence()
-    assert (heard.words == ["up w", "lost w"]) == is_lost
+    assert (listener.words == ["up w", "lost w"]) == is_lost
 
 
 async def test_worker_recovery_counts_as_false_alarm(
-    sessions: Sessions, worker: Worker, heard: Heard
+    sessions: Sessions, worker: Worker, listener: Listener
 ) -> None:
     worker.moving.clear()
-    await until(lambda: heard.words == ["up w", "lost w"])
+    await until(lambda: listener.words == ["up w", "lost w"])
     worker.moving.set()
-    await until(lambda: heard.words == ["up w", "lost w", "up w"])
+    await until(lambda: listener.words == ["up w", "lost w", "up w"])
     assert sessions.false_alarms == 1
     await sessions.reconcile([])
     assert sessions.false_alarms == 1
 
 
 async def test_worker_at_reused_address_is_not_taken_for_old_one(
-    sessions: Sessions, worker: Worker, heard: Heard
+    sessions: Sessions, worker: Worker, listener: Listener
 ) -> None:
     await worker.stop()
-    await until(lambda: heard.words == ["up w", "lost w"])
+    await until(lambda: listener.words == ["up w", "lost w"])
     other = Worker("next", worker.info.address)
     await other.start()
     await until(lambda: other.num_left == 1)
     await other.stop()
-    assert heard.words == ["up w", "lost w"] and sessions.false_alarms == 0
+    assert listener.words == ["up w", "lost w"] and sessions.false_alarms == 0
 
 
 async def test_stalled_router_declares_no_worker_lost(
-    sessions: Sessions, heard: Heard, monkeypatch: pytest.MonkeyPatch
+    sessions: Sessions, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The router wakes late, and has not read yet what arrived meanwhile."""
     link = sessions.links[0]
@@ -211,29 +218,30 @@ async def test_stalled_router_declares_no_worker_lost(
     link.last_message_at -= 10.0
     monkeypatch.setattr(module, "_STALL_S", -1.0)
     await asyncio.sleep(CONFIG.worker_silence / 4)
-    assert not checks and heard.words == ["up w"]
+    assert not checks and listener.words == ["up w"]
 
 
 async def test_worker_silence_restarts_after_router_freeze(
-    sessions: Sessions, worker: Worker, heard: Heard
+    sessions: Sessions, worker: Worker, listener: Listener
 ) -> None:
     worker.moving.clear()
     await asyncio.sleep(CONFIG.worker_silence / 4)
     time.sleep(2 * CONFIG.worker_silence + FREEZE_S)
     await asyncio.sleep(CONFIG.worker_silence / 4)
-    assert heard.words == ["up w"]
-    await until(lambda: heard.words == ["up w", "lost w"])
+    assert listener.words == ["up w"]
+    await until(lambda: listener.words == ["up w", "lost w"])
 
 
 async def test_held_link_loses_worker_and_recovers(
-    sessions: Sessions, worker: Worker, heard: Heard
+    sessions: Sessions, worker: Worker, listener: Listener
 ) -> None:
-    sessions.links[0].delay_messages(1.0)
-    await until(lambda: heard.words == ["up w", "lost w"])
+    # Longer than a pause of this process and the silence together.
+    sessions.links[0].delay_messages(5.0)
+    await until(lambda: listener.words == ["up w", "lost w"])
     assert worker.num_left == 0
-    await until(lambda: heard.words == ["up w", "lost w", "up w"])
+    await until(lambda: listener.words == ["up w", "lost w", "up w"])
     assert sessions.false_alarms == 1
-    # On a new stream the worker reports all that it has cached.
+    # The link reconnects, because the worker reports its whole cache only on a new stream.
     assert worker.num_left == 1
 
 

@@ -1,4 +1,4 @@
-"""Sessions of requests, by each protocol's way of naming one."""
+"""Session ids of requests, as each protocol passes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from router.api.kserve.v2 import open_inference_pb2 as kserve_pb
 from router.api.kserve.v2 import open_inference_pb2_grpc as kserve_grpc
-from tests.support.in_process import ROUTER, Cluster, cluster, until
+from tests.support.in_process import LONG_LEASE, ROUTER, Cluster, cluster, until
 from tests.support.router.http_client import JSON, ask
 
 HEADER = (("x-session-id", "talk-7"),)
@@ -109,7 +109,8 @@ async def test_http_request_id_selects_the_shard_of_its_session(headers: dict[st
 
 @pytest.mark.parametrize("queued", [False, True])
 async def test_leader_learns_what_a_session_was_served(queued: bool) -> None:
-    async with cluster(routers=2, workers=not queued) as parts:
+    async with cluster(routers=2, workers=not queued, router_config=LONG_LEASE) as parts:
+        await until(lambda: any(router._leader.is_leading for router in parts.routers))
         follower, leader = sorted(parts.routers, key=lambda it: it._leader.is_leading)
         await until(lambda: follower._leader_client.is_open)
         body, headers = {"prompt": [1, 2, 3], "max_tokens": 5}, {**JSON, **dict(HEADER)}

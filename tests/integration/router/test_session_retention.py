@@ -19,7 +19,7 @@ SMALL = replace(WORKER, num_blocks=32, session_retention_s=600.0, session_share=
 
 
 def prompt(first: int) -> list[int]:
-    """Return a prompt of eight full blocks, none of which another first token leads to."""
+    """Return a prompt of eight full blocks; prompts with different first tokens share no block."""
     return [first, *range(1, CACHED + 8)]
 
 

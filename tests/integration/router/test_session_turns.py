@@ -22,7 +22,7 @@ from tests.support.in_process import ROUTER, WORKER, Cluster, KeptLedger, cluste
 from tests.support.router.http_client import JSON, ask
 from worker.config import FakeModel
 
-#: <|im_end|> ends an output; the others are random, so that their text rarely has the same tokens.
+#: <|im_end|> ends an output; other tokens are random, and rarely survive decoding and encoding.
 EOS = 2
 FAKE = FakeModel(vocab_size=49152, max_model_len=8192, eos_token_id=EOS, eos_one_in=150)
 
@@ -36,7 +36,7 @@ def model() -> None:
 
 
 class WatchedLedger(KeptLedger):
-    """Counts the calls for a session's turns, fails them with ``error`` or lets them wait."""
+    """Ledger that counts reads of a session's turns, and can fail or block them."""
 
     calls = 0
     error: Exception | None = None
@@ -104,7 +104,7 @@ class Chat:
 
 
 def known(stored: Stored, choice: int = 0) -> list[int]:
-    """The prompt and the output, without the token that ended it."""
+    """Return the prompt and the output, without its end token."""
     output = list(stored.choices[choice].tokens)
     return [*stored.request.prompt_ids, *(output[:-1] if output[-1:] == [EOS] else output)]
 
@@ -128,7 +128,7 @@ async def test_turn_begins_with_prompt_and_answer(parts: Cluster) -> None:
 async def test_turn_tokenises_only_its_new_text(
     two: Cluster, router: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also at a router that has the earlier turn from the ledger."""
+    """Router 1 reads the earlier turn from the ledger."""
     tokenizer, texts = two.routers[router]._models.first.tokenizer, list[str]()
     encode = tokenizer.encode
 
@@ -142,7 +142,7 @@ async def test_turn_tokenises_only_its_new_text(
     texts.clear()
     await chat.say("And more?", router=router)
     assert "And more?" in texts[0]
-    # The new message, and what the template writes around it; its end is tokenised twice.
+    # The new message with the template's text around it, the end of which is tokenised twice.
     assert sum(map(len, texts)) < 150
 
 
@@ -199,7 +199,7 @@ async def test_forgotten_turn_is_not_reused(parts: Cluster) -> None:
 
 
 async def test_repeated_chat_is_the_same_request(parts: Cluster) -> None:
-    """Also when its prompt is spliced otherwise by then."""
+    """The prompt is tokenised differently the second time, since the earlier turn is forgotten."""
     chat = Chat(parts, "s")
     before = await chat.say("How many?")
     body = {
@@ -224,7 +224,7 @@ async def test_turn_continues_at_another_router(two: Cluster) -> None:
         begin = known(before)
         assert list(turn.request.prompt_ids[: len(begin)]) == begin
         before = turn
-    # Of the first turn, and of each turn whose predecessor ended at the other router.
+    # One for the first turn, and one for each turn whose predecessor ended at the other router.
     assert watched(two).calls == 4
 
 

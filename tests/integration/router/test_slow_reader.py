@@ -1,4 +1,4 @@
-"""A client that does not read, over real gRPC: what it has not read waits in one place, not two."""
+"""A client that does not read, over real gRPC: its unread output is buffered only once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.router.session_support import OPTIONS
 
 NUM_TOKENS = 10_000
 AT_ONCE = 100
-#: What gRPC holds of a stream whose client does not read: the window of a connection, and some.
+#: Bytes that gRPC buffers for a client that does not read: a connection's window and some more.
 MOST_BYTES = 1 << 18
 
 
@@ -75,7 +75,7 @@ async def submitted(gateway: Gateway) -> LiveRequest:
 
 
 async def make(gateway: Gateway, epoch: int, first: int, until: int) -> None:
-    """Tokens of about 200 bytes each, with their log probabilities."""
+    """Generate tokens of about 200 bytes each, including log probabilities."""
     scores = [it.to_proto() for it in scored(*[-1.0] * AT_ONCE, num_top=20)]
     for offset in range(first, until, AT_ONCE):
         stop = session_pb2.STOP_CAUSE_LENGTH if offset + AT_ONCE == NUM_TOKENS else 0
@@ -100,7 +100,7 @@ async def test_slow_reader_backlog_is_bounded_and_delays_no_other() -> None:
             await make(gateway, await gateway.dispatch(), 0, NUM_TOKENS)
             assert await reading == NUM_TOKENS
             await until(lambda: live.is_over)
-            # It ended, and is held by nobody but its reader.
+            # The request has ended, and only its reader still holds it.
             assert not len(gateway.requests)
             first, second = requests.left
             assert first < MOST_BYTES < second

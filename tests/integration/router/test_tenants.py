@@ -1,4 +1,4 @@
-"""Tenants of one cluster know nothing of each other: two routers, real gRPC, keys in a file."""
+"""Isolation of tenants in a cluster of two routers, over real gRPC with keys in a file."""
 
 from __future__ import annotations
 
@@ -40,21 +40,23 @@ class Parts:
     keyring: Keyring
     keys: dict[str, str]
     clients: dict[str, AsyncClient]
-    #: what is left at the end
+    #: exited at the end
     stack: AsyncExitStack
 
     def __getitem__(self, name: str) -> AsyncClient:
         return self.clients[name]
 
     async def began(self, name: str, request_id: str = "r") -> None:
-        """A long request of this client, which goes on."""
+        """Start a long request of a client; its worker is held after three steps."""
+        [held] = self.cluster.hold()
+        held.let(3)
         stream = self[name].generate(PROMPT, max_tokens=LONG, request_id=request_id)
         await anext(aiter(await self.stack.enter_async_context(stream)))
 
 
 @pytest.fixture
 async def parts(tmp_path: Path) -> AsyncIterator[Parts]:
-    """Clients by their tenants; "acme elsewhere" is on the second router."""
+    """Cluster with clients by tenant; "acme elsewhere" is connected to the second router."""
     keyring = Keyring(tmp_path / "keys.yaml")
     keys = {
         "acme": await keyring.key("acme"),
@@ -158,7 +160,7 @@ async def test_request_id_is_scoped_to_tenant(parts: Parts) -> None:
     for name in prompts:
         known = await parts[name].get_request("r")
         assert (known.request_id, known.output_tokens) == ("r", 20)
-        # What is told again is its own, too.
+        # A repeated request returns the tenant's own output, too.
         assert (await receive(parts[name], prompts[name], 20, request_id="r")).is_contiguous
     described = await parts["admin"].get_request("acme/r")
     assert described.request_id == "acme/r"
@@ -249,7 +251,7 @@ async def test_tenant_limits_hold_across_routers(parts: Parts) -> None:
     assert len((await receive(parts["limited"], PROMPT, 8)).tokens) == 8
     assert (await failure(parts["limited"].generate("x", max_tokens=9).text()))[0] is OutOfRange
     assert (await failure(parts["limited"].generate("x", priority=1).text()))[0] is OutOfRange
-    # What nobody limited is.
+    # The tenant's limit applies without max_tokens, too.
     stream = parts["limited elsewhere"].generate("x", temperature=0)
     await stream.text()
     assert stream.usage is not None and stream.usage.output_tokens == 8

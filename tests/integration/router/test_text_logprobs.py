@@ -27,7 +27,7 @@ async def address(tmp_path: Path) -> AsyncIterator[str]:
 
 
 async def content(address: str, **fields: Any) -> tuple[str, list[Any]]:
-    """Return the text and the entries of a chat, which are those of its stream too."""
+    """Return text and logprob entries of a chat, after a comparison with its stream."""
     body = {**CHAT, **fields}
     [choice] = (await ask(address, "/v1/chat/completions", body)).json["choices"]
     text, entries = choice["message"]["content"], choice["logprobs"]["content"]

@@ -1,4 +1,4 @@
-"""TLS between all parts: who gets in, who does not, and what changes while everything runs."""
+"""TLS between all parts: accepted and rejected peers, and certificate renewal at run time."""
 
 import asyncio
 import socket
@@ -26,6 +26,7 @@ from everlift.transport import GRPC, TlsTransport, Transport
 from everlift.v1 import session_pb2, session_pb2_grpc
 from router.config import RouterConfig
 from router.router import Router
+from tests.support.free_port import free_port
 from tests.support.in_process import ROUTER, WORKER, Cluster, KeptLedger, cluster, right_tokens
 from tests.support.router.authority import Authority, Pair, Secret
 from worker.serving.rank import Rank
@@ -35,9 +36,7 @@ PROMPT = [3, 1, 4]
 
 @dataclass(frozen=True)
 class Files:
-    """Certificates that are created once, because each authority takes openssl tens of
-    milliseconds.
-    """
+    """Certificates, created once because openssl takes tens of milliseconds for each authority."""
 
     ours: Authority
     others: Authority
@@ -93,7 +92,7 @@ async def tokens(address: str, tls: Tls | None) -> list[int]:
 
 
 async def reason(address: str, tls: Tls | None) -> str:
-    """Why one does not get in."""
+    """Return the error of a client that cannot connect."""
     async with AsyncClient(address, tls=tls, retry_s=0) as client:
         with pytest.raises(Unreachable) as refused:
             await client.status()
@@ -111,7 +110,7 @@ async def test_router_accepts_only_trusted_tls_clients(files: Files) -> None:
         assert "not signed by a trusted authority" in await reason(
             parts.address, Tls(ca=str(files.others.ca))
         )
-        # A name that leads there, and that the certificate lacks.
+        # This name leads to the router, but is not in its certificate.
         address = parts.address.replace("127.0.0.1", "localhost")
         assert "for another name or address" in await reason(address, trusting)
         named = replace(trusting, name="127.0.0.1")
@@ -131,7 +130,7 @@ async def test_http_front_uses_router_certificate(files: Files, mutual: bool) ->
 
 
 async def said(address: str, context: ssl.SSLContext | None) -> bytes:
-    """About its health by who listens there; nothing to those it hangs up on."""
+    """Return the response to GET /health; empty if the connection is closed."""
     reader, writer = await asyncio.open_connection(*address.split(":"), ssl=context)
     try:
         writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
@@ -216,7 +215,7 @@ def shown(address: str, authority: Authority) -> str:
 
 
 async def test_client_presents_renewed_certificate(files: Files, tmp_path: Path) -> None:
-    """The router trusts another authority by then: what the client had would not let it in."""
+    """The restarted router trusts another authority and rejects the old certificate."""
     theirs, ours = Secret(tmp_path / "theirs"), Secret(tmp_path / "ours")
     theirs.hold(files.server, files.ours.ca)
     ours.hold(files.client, files.ours.ca)
@@ -225,13 +224,14 @@ async def test_client_presents_renewed_certificate(files: Files, tmp_path: Path)
         tls_cert=str(theirs.cert),
         tls_key=str(theirs.key),
         tls_client_ca=str(theirs.ca),
+        port=free_port(),
     )
     async with cluster(workers=0, router_config=config) as parts:
         tls = Tls(str(ours.ca), str(ours.cert), str(ours.key))
         async with AsyncClient(parts.address, tls=tls, retry_s=0) as client:
             await client.status()
             theirs.hold(files.server, files.others.ca)
-            # What is connected stays so.
+            # Open connections stay open.
             await client.status()
             await start_again(parts)
             with pytest.raises(Unreachable, match="connection closed during the handshake"):
@@ -241,14 +241,12 @@ async def test_client_presents_renewed_certificate(files: Files, tmp_path: Path)
 
 
 async def start_again(parts: Cluster) -> None:
-    """The router, at its address."""
-    port = int(parts.address.rpartition(":")[2])
+    """Restart the router at its address."""
     await parts.kill_router(parts.routers[0])
-    parts.router_config = replace(parts.router_config, port=port)
     await parts.add_router()
 
 
-# inside
+# internal connections
 
 
 @asynccontextmanager
@@ -316,9 +314,7 @@ async def is_refused_by_worker(address: str, transport: Transport) -> bool:
 
 
 async def test_internal_tls_rotates_authority_without_outage(files: Files, tmp_path: Path) -> None:
-    """First both authorities are trusted, then the certificates change, and then the old authority
-    is removed.
-    """
+    """Steps: trust both authorities, change the certificates, remove the old authority."""
     secret = Secret(tmp_path / "secret")
     both = tmp_path / "both.crt"
     both.write_bytes(files.ours.ca.read_bytes() + files.others.ca.read_bytes())
@@ -328,7 +324,7 @@ async def test_internal_tls_rotates_authority_without_outage(files: Files, tmp_p
     async with closed_cluster(internal) as parts:
         for pair, ca in ((files.member, both), (renewed, both), (renewed, files.others.ca)):
             secret.hold(pair, ca)
-            # Each of them is a part that comes anew, and is found by those that are there.
+            # A new worker must connect with the routers that run already.
             await parts.add_worker()
             await parts.kill_worker(parts.workers[0])
             assert await tokens(parts.address, None) == right_tokens(PROMPT, 8)
@@ -360,9 +356,7 @@ async def test_worker_with_invalid_tls_files_fails_to_start(files: Files) -> Non
 
 
 def made(directory: Path) -> tuple[RouterConfig, InternalTls, Tls]:
-    """Run deploy/certificates.sh; return its files for a router, for internal connections and for a
-    client.
-    """
+    """Run deploy/certificates.sh; return its files for router, internal connections and client."""
     script = [*("bash", CERTIFICATES, directory), "IP:127.0.0.1,DNS:llm.example", "alice"]
     subprocess.run(script, check=True, capture_output=True)
 
@@ -425,7 +419,7 @@ def settings_of(files: Files, state_dir: Path, *more: str) -> Config:
 
 
 async def command(*arguments: str, **environ: str) -> tuple[int, str, str]:
-    """Exit status, standard output and error of ``everlift``."""
+    """Return exit status, standard output and standard error of ``everlift``."""
     result = await asyncio.to_thread(CliRunner().invoke, app, arguments, env=environ)
     return result.exit_code, result.stdout, result.stderr
 

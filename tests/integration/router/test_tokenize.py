@@ -1,5 +1,4 @@
-"""Text to tokens and back, over the wire, as the served model reads it; long texts hold nobody
-up."""
+"""Tokenize and Detokenize over the wire; long texts do not block other requests."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ TEXTS = ["", " ", "count from 17 to 30:", "héllo 👩🏽‍🚀\n", "</s>", "x
 
 @asynccontextmanager
 async def stub() -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:
-    """Stub of a router with the demo model; no worker is needed."""
+    """Yield a stub of a router with the demo model; no worker is needed."""
     config = replace(ROUTER, model=str(DEMO_MODEL))
     async with (
         cluster(workers=0, router_config=config) as parts,
@@ -91,8 +90,8 @@ async def test_tokenize_and_detokenize_errors_name_field(model: ServedModel) -> 
             assert caught.value.field == field
 
 
-class Patient(ByteTokenizer):
-    """Reads a text only when it is told to."""
+class HeldTokenizer(ByteTokenizer):
+    """Tokenizer that waits for ``may_read`` before it encodes."""
 
     def __init__(self) -> None:
         self.may_read = threading.Event()
@@ -107,19 +106,19 @@ class Patient(ByteTokenizer):
 async def test_long_prompt_tokenization_does_not_block_other_requests() -> None:
     async with cluster(workers=1) as parts, AsyncClient(parts.address) as client:
         model = parts.routers[0]._models.first
-        model.tokenizer = patient = Patient()
+        model.tokenizer = held = HeldTokenizer()
         model.max_model_len = 10_000
         long = asyncio.create_task(client.generate("x" * 5000, max_tokens=1).text())
-        await until(patient.reads.is_set)
+        await until(held.reads.is_set)
         assert (await receive(client, [5, 6], 3)).tokens == right_tokens([5, 6], 3)
         assert not long.done()
-        patient.may_read.set()
+        held.may_read.set()
         with suppress(EverliftError):
             await long
 
 
 async def test_tokenizer_releases_gil_for_long_text(model: ServedModel) -> None:
-    """Python's lock is let go of, in a thread of its own: else no turn would come between."""
+    """The event loop would stall if the tokenizer's thread held the GIL."""
     text = "the quick brown fox counts from 17 to 30 and again, " * 20_000
     turns = 0
     reading = asyncio.create_task(asyncio.to_thread(model.tokenizer.encode, text))

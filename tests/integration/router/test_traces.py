@@ -1,4 +1,4 @@
-"""Traces as an OTLP collector gets them."""
+"""Traces as an OTLP collector receives them."""
 
 from __future__ import annotations
 
@@ -96,9 +96,12 @@ async def test_trace_nests_request_spans_under_caller_span() -> None:
         assert spans[before][0].end_time_unix_nano == spans[after][0].start_time_unix_nano
     assert collecting.resources[0]["service.name"] == "everlift"
     assert collecting.resources[0]["service.instance.id"] == router_id
-    told = attributes(root)
-    assert told["gen_ai.response.id"] == received.request_id
-    assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (10, 20)
+    root_attributes = attributes(root)
+    assert root_attributes["gen_ai.response.id"] == received.request_id
+    assert (
+        root_attributes["gen_ai.usage.input_tokens"],
+        root_attributes["gen_ai.usage.output_tokens"],
+    ) == (10, 20)
     assert attributes(attempt)["everlift.new_tokens"] == 20
     assert [event.name for event in root.events] == ["first_token"]
 
@@ -135,10 +138,13 @@ async def test_trace_attributes_come_from_request_headers() -> None:
             request = pb.GenerateRequest(text="hi", max_tokens=2)
             assert [piece async for piece in stub.Generate(request, metadata=headers)]
         spans = await trace_of(collecting, TRACE)
-    told = attributes(spans[ROOT][0])
-    assert (told["session.id"], told["everlift.fairness_id"]) == ("talk-7", "acme")
-    assert told["everlift.application"] == "chat"
-    assert told["http.request.header.x-request-id"] == ["mesh/1"]
+    root_attributes = attributes(spans[ROOT][0])
+    assert (root_attributes["session.id"], root_attributes["everlift.fairness_id"]) == (
+        "talk-7",
+        "acme",
+    )
+    assert root_attributes["everlift.application"] == "chat"
+    assert root_attributes["http.request.header.x-request-id"] == ["mesh/1"]
 
 
 @pytest.mark.parametrize("traceparent, sample", [(f"00-{TRACE}-{SPAN}-00", 1.0), ("", 0.0)])
@@ -146,7 +152,7 @@ async def test_trace_not_sampled_is_not_exported(traceparent: str, sample: float
     async with traced(sample=sample) as (parts, collecting):
         async with AsyncClient(parts.address) as client:
             await receive(client, [1], 3, traceparent=traceparent)
-            # What comes behind it shows that it would have come by now.
+            # The export of a later trace shows that the earlier one is not exported.
             await receive(client, [2], 3, traceparent=PARENT.replace(TRACE, "f" * 32))
             await trace_of(collecting, "f" * 32)
     assert {span.trace_id.hex() for span in collecting.spans} == {"f" * 32}
@@ -238,11 +244,11 @@ async def test_trace_of_queue_full_rejection_is_exported() -> None:
     async with collector() as collecting:
         config = replace(ROUTER, trace_endpoint=collecting.endpoint, max_queued=1)
         async with cluster(workers=0, router_config=config) as parts:
-            # What waits when the leader is found is not refused.
+            # Requests that wait before the leader is known are not rejected.
             await until(lambda: parts.routers[0]._leader_client.is_open)
             async with AsyncClient(parts.address, reconnect_s=0.0, retry_s=0.0) as client:
                 asked = [
-                    asyncio.create_task(client.generate("hi", timeout_s=2.0).text())
+                    asyncio.create_task(client.generate("hi", timeout_s=6.0).text())
                     for _ in range(6)
                 ]
                 results = await asyncio.gather(*asked, return_exceptions=True)

@@ -1,5 +1,4 @@
-"""tritonclient as it is, in a process of its own (tests/clients/triton.py), against a running
-cluster."""
+"""Unmodified tritonclient in a process of its own (tests/clients/triton.py)."""
 
 from __future__ import annotations
 
@@ -83,7 +82,7 @@ async def test_tritonclient_stream_error_ends_only_its_request() -> None:
     async with cluster(workers=1) as parts:
         [held] = parts.hold()
         making = asyncio.create_task(made(parts, "stream"))
-        # All at once.
+        # All valid requests run concurrently.
         await until(lambda: held.num_requests == 4)
         held.release()
         answers = await making

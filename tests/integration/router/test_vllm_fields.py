@@ -19,7 +19,7 @@ from tests.support.scripted import SAY, scripted_cluster
 
 USER = {"role": "user", "content": "count"}
 ASSISTANT = {"role": "assistant", "content": "From 17"}
-#: Shows documents and the variables of reasoning_effort.
+#: Template that renders documents and the variables of reasoning_effort.
 SHOWING = """\
 {% for it in documents or [] %}{{ it.title }}: {{ it.text }}; {% endfor %}
 {{- reasoning_effort }} {{ enable_thinking }} {{ messages[-1].content }}<|im_end|>"""

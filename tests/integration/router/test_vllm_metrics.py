@@ -14,7 +14,7 @@ from tests.support.in_process import ROUTER, cluster, receive, until
 from tests.support.router.scrape import scraped
 
 CONFIG = replace(ROUTER, vllm_metrics=True)
-#: What vLLM's own Grafana dashboard asks for.
+#: Metrics that vLLM's own Grafana dashboard queries.
 DASHBOARD = """
     vllm:e2e_request_latency_seconds_bucket vllm:e2e_request_latency_seconds_sum
     vllm:e2e_request_latency_seconds_count vllm:prompt_tokens_total vllm:generation_tokens_total

@@ -1,4 +1,4 @@
-"""Sizes and encodings of what goes over clients' connections."""
+"""Sizes and encodings of messages on client connections."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def test_grpc_stream_messages_are_compressed() -> None:
 
 @asynccontextmanager
 async def counting(target: str) -> AsyncIterator[tuple[str, list[int]]]:
-    """A way to a server, and the bytes that came back on it so far."""
+    """Yield the address of a proxy to ``target``, and a list with the number of bytes returned."""
     counts, host, port = [0], *target.split(":")
 
     async def carry(

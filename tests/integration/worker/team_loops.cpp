@@ -1,4 +1,4 @@
-// Loops of a team, and whether each of their parts was done once, and before the next loop began.
+// Checks that a team runs each part of its loops once, and before the next loop begins.
 
 #include "../../../worker/native/team.h"
 
@@ -8,7 +8,7 @@ namespace {
 
 using team::size;
 
-// Changed by whoever has the part, so that a loop that began too early sees what it should not.
+// Completed loops of each part; a loop that begins too early sees different numbers.
 struct Parts {
   size number;
   std::unique_ptr<size[]> loops;
@@ -20,7 +20,7 @@ struct Parts {
   }
 };
 
-// So that parts are not done in the order in which they are taken, and threads sleep.
+// Delays parts by different times, so that they end out of order and threads sleep.
 void tarry(size loop, size part) {
   for (volatile size i = 0; i < (loop * 7919 + part * 104729) % 4096; i = i + 1) {
   }
@@ -30,7 +30,7 @@ void tarry(size loop, size part) {
 
 extern "C" {
 
-// How often it went wrong in so many loops over [0, number), each after one that is done once.
+// Returns the number of errors in `loops` loops over [0, number), each after a call of `once`.
 [[gnu::visibility("default")]] size wrong_loops(int threads, size loops, size number, size together) {
   Parts parts(number);
   std::atomic<size> wrong{0};

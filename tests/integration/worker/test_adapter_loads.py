@@ -1,4 +1,4 @@
-"""LoRA adapters that a worker loads and unloads while it runs, on one rank and on two."""
+"""LoRA adapters that a running worker of one or two ranks loads and unloads."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Files:
         return messages
 
     def expected(self, jobs: list[Job]) -> list[list[int]]:
-        """Tokens of an engine with all adapters in memory."""
+        """Return the tokens of an engine with all adapters in memory."""
         engine = TorchEngine(self.model, 200, adapters=tuple(map(self.source, NAMES)))
         engine._eos = frozenset()
         return engine.serve(jobs)
@@ -120,7 +120,7 @@ def loaded(router: Router) -> dict[str, int]:
 async def test_worker_loads_more_adapters_than_it_has_slots(
     ranks: int, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if ranks > 1:  # as the other rank does
+    if ranks > 1:  # rank 1 launches its steps ahead too
         monkeypatch.setattr("worker.runner.build.build_runner", build_ahead)
     expected = files.expected(jobs())
     async with worker(files.model, ranks) as (router, _):
@@ -142,7 +142,7 @@ async def test_worker_loads_more_adapters_than_it_has_slots(
 
 
 async def test_running_sequence_keeps_its_version(files: Files) -> None:
-    """The directory of its adapter gets other files, which later sequences use."""
+    """The files of its adapter are replaced, and later sequences use the new ones."""
     old, other = Job([5, 6] * 20, 150, SamplingParams(), "a"), jobs(("a",), 3)
     [before] = files.expected([old])
     [begun] = files.starts([old])

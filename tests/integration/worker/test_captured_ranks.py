@@ -1,4 +1,4 @@
-"""Capture of decode steps by several ranks, on CPUs, where a capture is a call."""
+"""Capture of decode steps by several ranks, on CPUs, where calls replace captures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 class Looking:
-    """An attention that sees its query alone, and a DecodingBackend."""
+    """Attention and DecodingBackend that returns its query."""
 
     def prepare(self, rows: object, parcel: object) -> Looking:
         return self
@@ -44,7 +44,7 @@ class Looking:
 
 
 class Noted(Group):
-    """``group``, whose collectives are noted."""
+    """Wrapper of ``group`` that records the collectives."""
 
     def __init__(self, group: Group, on_device: bool = True) -> None:
         self.rank, self.size, self.on_device = group.rank, group.size, on_device
@@ -82,7 +82,7 @@ def capture(model: Path, group: Group, attention: object) -> DecodeGraphs | None
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace a capture by two calls of the work, as CudaGraphs makes them."""
+    """Replace a capture by two calls of the work, which CudaGraphs also makes."""
 
     def call(work: Work) -> Work:
         work()
@@ -104,7 +104,7 @@ def test_capture_records_the_same_collectives_on_all_ranks(model: Path) -> None:
     agreed, *sums = first
     hidden, layers = read_spec(model).hidden_size, read_spec(model).num_layers
     assert agreed == ("all_reduce", 1)
-    of_a_step = 1 + 2 * layers  # the embedding's, and two of each layer
+    of_a_step = 1 + 2 * layers  # one for the embedding, and two for each layer
     assert sums == [
         ("all_reduce", bucket, hidden) for bucket in (6, 4, 2, 1) for _ in range(2 * of_a_step)
     ]

@@ -1,4 +1,4 @@
-"""Shared memory among ranks: how they come to it, and what happens when one of them is lost."""
+"""Shared memory between ranks: its setup, and errors when a rank is lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TIMEOUT = timedelta(minutes=5)
 
 
 class DictStore:
-    """A store in this process."""
+    """Rendezvous store in this process."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -72,7 +72,7 @@ def close(*ends: Collectives | None) -> None:
         end.close()
 
 
-# how they come to it
+# setup
 
 
 def test_shared_memory_file_is_private_and_unlinked() -> None:
@@ -118,10 +118,10 @@ def test_shared_memory_rejects_a_foreign_file(
 def test_shared_memory_is_unused_without_free_space(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def no_room(*_: int) -> None:
+    def no_space(*_: int) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
     assert meet_all(DictStore()) == [None, None]
     assert [error for error in said(caplog, "error") if "no space left" in error]
 
@@ -143,12 +143,12 @@ def test_collectives_backend_is_logged(
 
 
 def said(caplog: pytest.LogCaptureFixture, field: str) -> list[str]:
-    """Return the values of a field in the log's lines."""
+    """Return the values of a field in the log records."""
     fields = [getattr(record, "everlift_fields", {}) for record in caplog.records]
     return [line[field] for line in fields if field in line]
 
 
-# what happens when one of them is lost
+# loss of a rank
 
 
 @pytest.mark.parametrize(("size", "sums"), [long(2, 0), (3, 50)])
@@ -198,7 +198,7 @@ def test_barrier_timeout_raises_an_error() -> None:
 
 @contextmanager
 def processes(size: int) -> Iterator[tuple[Group, list[Popen[str]]]]:
-    """Rank 0's group, and the others, which sum as often as it does."""
+    """Yield rank 0's group and the processes of the other ranks, which run the same sums."""
     own, address = create_store()
     with ExitStack() as running:
         others = [running.enter_context(process(address, rank, size)) for rank in range(1, size)]
@@ -233,7 +233,7 @@ def line_of(process: Popen[str]) -> str:
 
 
 def sum_up(group: Group, times: int) -> float:
-    """Run sums over the ranks; return one element of the last one."""
+    """Run sums over the ranks; return one element of the last sum."""
     total = torch.zeros(1)
     for _ in range(times):
         total = group.all_reduce(torch.ones(COUNT))
@@ -241,7 +241,7 @@ def sum_up(group: Group, times: int) -> float:
 
 
 def until_asleep(process: Popen[str]) -> None:
-    """Until its main thread waits in the kernel."""
+    """Wait until the main thread of the process sleeps on a futex."""
     path = Path(f"/proc/{process.pid}/wchan")
     while "futex" not in path.read_text():
         time.sleep(0.01)

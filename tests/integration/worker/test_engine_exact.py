@@ -1,4 +1,4 @@
-"""The engine against transformers: the same tokens, whatever batching, chunks and preemption do."""
+"""Tokens of the engine equal those of transformers, for any batching, chunks and preemption."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEMO_PROMPTS = [
     "count from 1 to 9: 1 2 3 4 5 6 7 8 9\n" * 4 + "count from 21 to 44:",
 ]
 PLENTY = 200
-#: Fewer blocks than the sequences of a batch grow into, enough for each alone.
+#: KV blocks: enough for each sequence alone, too few for a batch.
 TINY = 18
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {
@@ -62,7 +62,10 @@ def threads_as_before() -> Iterator[None]:
 
 
 def random_prompts() -> list[list[int]]:
-    """Lengths around the edges of blocks and chunks; the last four begin like the longest."""
+    """Return prompts with lengths near the boundaries of blocks and chunks.
+
+    The last four share a prefix with the longest.
+    """
     rng = Random(4)
     lengths = [150, 1, 2, 31, 32, 33, 47, 48, 49, 63, 64, 65, 96, 97]
     lengths += [rng.randrange(1, 120) for _ in range(6)]
@@ -106,7 +109,7 @@ def test_demo_model_greedy_tokens_match_generate(scheduling: Scheduling) -> None
     jobs = greedy_jobs(prompts, max_tokens=60)
     engine = TorchEngine(DEMO_MODEL, num_blocks=TINY, scheduling=scheduling)
     outputs = engine.serve(jobs)
-    # Magnus' batches are as large as they are predicted to fit.
+    # Magnus sizes its batches by predicted memory, so it need not preempt.
     assert engine.preemptions > 0 or scheduling.policy == "magnus"
     assert near_ties_with_generate(DEMO_MODEL, jobs, outputs) == 0
 
@@ -159,7 +162,7 @@ def test_seeded_tokens_do_not_depend_on_batch_or_preemption(
 
 
 def poisoned(engine: TorchEngine) -> TorchEngine:
-    """Fill each block with NaN at first, and whenever it gets another owner."""
+    """Fill all blocks with NaN, now and whenever a block gets a new owner."""
     runner = engine._runner._runner
     cache, execute = runner._cache.tensor, runner.execute
     cache.fill_(torch.nan)
@@ -183,6 +186,6 @@ def test_freed_block_contents_do_not_leak_between_sequences(
     jobs = greedy_jobs(random_prompts(), max_tokens=40)
     clean = TorchEngine(directory, num_blocks).serve(jobs)
     engine = poisoned(TorchEngine(directory, num_blocks))
-    # Twice: the second time in blocks that the first has left.
+    # The second run uses blocks that the first has freed.
     assert [engine.serve(jobs) for _ in range(2)] == [clean, clean]
     assert (engine.preemptions > 0) == (num_blocks == TINY)

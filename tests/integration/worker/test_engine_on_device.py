@@ -40,9 +40,9 @@ from worker.runner.token_mask import CompiledGrammar, TokenMask
 
 DEVICE = choose_device("auto")
 ON_GPU = DEVICE.type == "cuda"
-#: The interpreter has no products of bf16.
+#: Half-precision type: Triton's interpreter does not multiply bf16 matrices.
 HALF = "bfloat16" if ON_GPU else "float16"
-#: By how much logits in it may differ, which has three bits less as bf16.
+#: Allowed relative error of logits in this type; bf16 has three mantissa bits fewer than fp16.
 NEAR = 0.02 if ON_GPU else 0.01
 DEMO_MODEL = Path(__file__).parents[3] / "cluster" / "demo_model"
 PLENTY, FEW = 200, 18
@@ -103,7 +103,7 @@ def serve(runner: TorchRunner, directory: Path, jobs: Sequence[Job]) -> list[lis
     return served_ahead(runner, same, jobs, [SIZES["eos_token_id"]])
 
 
-# what a block holds
+# contents of blocks
 
 
 @pytest.mark.parametrize("num_blocks", [PLENTY, FEW])
@@ -153,7 +153,7 @@ def test_swapped_blocks_return_from_the_host_unchanged(
 def test_ranks_sharing_a_device_make_the_tokens_of_one_rank(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over gloo, which a GPU may be shared under, as it may not under NCCL."""
+    """The ranks use gloo, because NCCL does not allow them to share a GPU."""
     monkeypatch.setattr(collectives, "init_collectives", lambda *_: None)
     jobs = random_jobs((33, 2, 20), 20)
     expected = serve(built(directory, "float32", PLENTY), directory, jobs)
@@ -186,7 +186,7 @@ class Decoding:
 
     @torch.inference_mode()
     def last_logits(self, prompt: Sequence[int]) -> Tensor:
-        """[vocab], of which a step that was captured makes the last."""
+        """Return the logits after ``prompt``, [vocab]; a captured step computes the last token."""
         table, runner = tuple(range(9, 0, -1)), self.runner
         before = Rows.of([Row(0, tuple(prompt[:-1]), 0, table, False)])
         runner._forward(before, np.array([0]), Parcel(runner.device))
@@ -208,7 +208,7 @@ def called_again(runner: TorchRunner) -> DecodeGraphs:
     return DecodeGraphs(model, attention, last, [1, 4], 9, runner.device, capture)
 
 
-# Rows that pad have whatever was in their memory.
+# Padding rows contain uninitialised memory.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_captured_decoding_in_half_precision_is_near_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     decoding = Decoding.of(DEMO_MODEL, monkeypatch)
@@ -235,11 +235,11 @@ def test_captured_decoding_in_half_precision_equals_eager_tokens(
     assert serve(replaying, DEMO_MODEL, jobs) == serve(eager, DEMO_MODEL, jobs)
 
 
-# what the host waits for
+# synchronisation with the device
 
 
 class Even:
-    """A grammar, and where a sequence is in it: every token is of an even id."""
+    """Grammar, and its own matcher, that allows tokens with even ids only."""
 
     def matcher(self, stop_token_ids: frozenset[int], output: Sequence[int]) -> TokenMask:
         return self
@@ -258,7 +258,7 @@ class Even:
 def test_sampling_steps_never_synchronise_with_the_device(
     directory: Path,
 ) -> None:
-    """But for what the step before it drew, by an event, which torch does not count."""
+    """The tokens of the previous step are awaited by an event, which torch does not count."""
     runner = built(directory, "float32", FEW)
     asked = [
         SamplingParams(seed=1, logprobs=3),
@@ -274,7 +274,7 @@ def test_sampling_steps_never_synchronise_with_the_device(
 
 
 def draw_with(runner: TorchRunner, grammar: CompiledGrammar) -> list[int]:
-    """Four tokens of one sequence, each in a step."""
+    """Return four tokens of one sequence, sampled in four steps."""
     sampling = SamplingParams(seed=4, grammar=Grammar(GrammarKind.REGEX, ("x*",)))
     admission = Admission(0, (8, 9), 2, sampling, frozenset(), choice=0, grammar=grammar)
     rows = [Row(0, (8, 9), 0, (3,), True), *(Row(0, (8,), n, (3,), True) for n in (2, 3, 4))]

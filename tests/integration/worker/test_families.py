@@ -1,4 +1,4 @@
-"""Every family against transformers: the same logits, however the tokens come in steps."""
+"""Logits of every family equal those of transformers, for any split of the tokens into steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from worker.attention.choice import choose_attention
 from worker.attention.reference import ReferenceAttention
 from worker.device.kv_cache import KVCache
 
-#: All but the last longer than the windows of most checkpoints.
+#: Lengths of the sequences in tokens; all but the last exceed the windows of most checkpoints.
 LENGTHS = (100, 45, 33, 70, 9)
 
 
@@ -58,7 +58,7 @@ def whole() -> list[Step]:
 
 
 def chunked() -> list[Step]:
-    """Thirteen tokens at a time, of all sequences that have any left."""
+    """Return steps of at most 13 tokens from each unfinished sequence."""
     return [
         [(i, min(13, length - done)) for i, length in enumerate(LENGTHS) if done < length]
         for done in range(0, max(LENGTHS), 13)
@@ -66,13 +66,13 @@ def chunked() -> list[Step]:
 
 
 def decoded() -> list[Step]:
-    """The last eight tokens one by one, all sequences beside each other."""
+    """Return one prefill step and eight decode steps of all sequences."""
     prompts = [(i, length - 8) for i, length in enumerate(LENGTHS)]
     return [prompts, *([(i, 1) for i in range(len(LENGTHS))] for _ in range(8))]
 
 
 def mixed() -> list[Step]:
-    """Decodes and chunks in one step, and rows that go on where an earlier one of the step ends."""
+    """Return steps with decodes and chunks, and with consecutive rows of one sequence."""
     return [
         [(0, 40), (4, 5)],
         [(4, 1), (0, 3), (1, 17), (1, 20)],
@@ -109,5 +109,8 @@ def test_family_bf16_error_is_near_that_of_transformers(
 
 
 def _distance(logits: Tensor, wanted: Tensor) -> float:
-    """Return the median over the tokens; rounding turns a router's near ties for some of them."""
+    """Return the median RMS error over the tokens.
+
+    Rounding changes the experts of some tokens, for which the router has near ties.
+    """
     return (logits - wanted).square().mean(1).sqrt().median().item()

@@ -1,5 +1,7 @@
-"""Every family in an engine: transformers' greedy tokens, in spite of chunks, prefix hits and
-preemption."""
+"""Greedy tokens of every family in an engine equal those of transformers.
+
+The runs include chunks, prefix-cache hits and preemption.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from tests.support.worker.families import (
 )
 from tests.support.worker.torch_engine import TorchEngine, greedy_jobs
 
-#: Fewer blocks than the engine's sequences grow into, enough for each alone.
+#: KV blocks: enough for each sequence alone, too few for a batch.
 TINY = 9
 
 Record = Callable[[str, object], None]
@@ -57,7 +59,10 @@ def test_family_greedy_tokens_match_transformers(
 
 
 def prompts() -> list[list[int]]:
-    """Lengths around the edges of blocks and chunks; the last two begin like the longest."""
+    """Return prompts with lengths near the boundaries of blocks and chunks.
+
+    The last two share a prefix with the longest.
+    """
     rng = Random(4)
     lengths = (120, 1, 31, 33, 49, 64, 90)
     made = [[rng.randrange(6, VOCAB) for _ in range(length)] for length in lengths]

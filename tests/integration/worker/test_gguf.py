@@ -1,4 +1,4 @@
-"""GGUF files against transformers: the same logits, the same tokenizer, and every refusal."""
+"""GGUF files: logits and tokenizer equal to those of transformers, and rejected files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.quantization_config import GgufConfig
 
 from everlift.chat_templates import Templates
-from everlift.gguf_config import UnsupportedGguf, check_tokenizer
+from everlift.gguf_config import UnsupportedGguf, check_tokenizer, config_of
 from everlift.gguf_directory import LINK, GgufUnusable, directory_of, write
 from everlift.gguf_header import BadGguf, GgufHeader, read_gguf_header
 from everlift.model_files import ModelUnavailable, fetch, locate, weight_files
@@ -57,7 +57,7 @@ def one_thread() -> Iterator[None]:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory = tmp_path / "cache" / "everlift"
     directory.mkdir(parents=True)
-    # To compile the kernels again would take 30 s.
+    # The kernels' cache is shared, because compiling them again would take 30 s.
     (directory / "native").symlink_to(native._cache())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return directory / "gguf"
@@ -90,7 +90,7 @@ def logits(directory: Path) -> list[Tensor]:
 
 def expected_logits(model: PreTrainedModel, kind: GgufModel) -> list[Tensor]:
     if kind.sizes.get("original_max_position_embeddings", MAX_POSITION) < MAX_POSITION:
-        # A worker that serves longer sequences uses the long factors for all; here too, then.
+        # A worker that serves longer sequences uses the long factors for all sequences.
         model.config.original_max_position_embeddings = 1
         model.config.standardize_rope_params()
     return [all_logits(model, sequence) for sequence in sequences()]
@@ -159,7 +159,7 @@ def _add_sizes(writer: gguf.GGUFWriter) -> None:
 
 
 def _add_layer(writer: gguf.GGUFWriter) -> None:
-    """Add the tensors with which the metadata's sizes are compared, and a vocabulary."""
+    """Add a vocabulary, and the tensors whose sizes are compared with the metadata."""
     for name in ("attn_output", "ffn_down"):
         writer.add_tensor(f"blk.0.{name}.weight", numpy.zeros((512, 512), numpy.float32))
     writer.add_token_list(["a"])
@@ -208,6 +208,13 @@ def test_unsupported_gguf_architecture_is_rejected_by_name(tmp_path: Path) -> No
         ModelUnavailable, match="architecture 'mamba'; supported in GGUF files: gemma2"
     ):
         locate(str(tmp_path / "m.gguf"), weights=True)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "(later parts name none)"])
+def test_part_of_a_split_gguf_is_rejected(architecture: str) -> None:
+    metadata = {"split.count": 3, "split.no": 0, "general.architecture": architecture}
+    with pytest.raises(UnsupportedGguf, match=r"m\.gguf is one part of a split GGUF file: merge"):
+        config_of(GgufHeader(Path("m.gguf"), metadata, (), 0))
 
 
 def test_mixture_of_experts_gguf_is_rejected(tmp_path: Path) -> None:
@@ -318,6 +325,16 @@ def test_overlapping_gguf_tensors_are_rejected(path: Path) -> None:
         read_gguf_tensors(path)
 
 
+def test_factors_of_the_rope_beyond_the_gguf_file_are_rejected(tmp_path: Path) -> None:
+    kind = MODELS["llama, factors of the rope, Q5_1"]
+    path = write_gguf(tmp_path / "m.gguf", kind, random_model(kind))
+    data, name = bytearray(path.read_bytes()), b"rope_freqs.weight"
+    struct.pack_into("<Q", data, data.index(name) + len(name) + 4, 2**61)
+    path.write_bytes(data)
+    with pytest.raises(BadCheckpoint, match="truncated: it ends before or within rope_freqs"):
+        read_gguf_tensors(path)
+
+
 def _edit_offset(path: Path, change: Callable[[int], int]) -> None:
     data, name = bytearray(path.read_bytes()), b"blk.1.attn_q.weight"
     at = data.index(name) + len(name) + 4 + 2 * 8 + 4
@@ -343,6 +360,7 @@ TOKENIZERS: dict[str, dict[str, object]] = {
     "tokens is not a list of tokens": {"tokens": [1, 2]},
     "merges is not a list of pairs": {"merges": ["a b", "ab"]},
     "scores is not a list of one": {"scores": [0.5]},
+    "token_type is not a list of one": {"token_type": ["a", "b", "c"]},
     "merges is missing": {"merges": None},
     "scores is missing": {"model": "llama", "merges": None},
 }

@@ -1,5 +1,7 @@
-"""The engine as it runs on a GPU, on a CPU: steps that are launched ahead, and kernels in Triton's
-interpreter, with decoding that is replayed. The same tokens as without."""
+"""The engine's GPU features on a CPU keep the tokens.
+
+These are steps that are launched ahead, kernels in Triton's interpreter, and replayed decoding.
+"""
 
 from __future__ import annotations
 
@@ -50,14 +52,14 @@ def test_launch_ahead_keeps_sampled_tokens_and_logprobs(tmp_path: Path, num_bloc
     ahead = TorchEngine(directory, num_blocks, ahead=True).collect(jobs)
     assert ahead.tokens == plain.tokens
     assert ahead.stops == plain.stops
-    assert {key: len(told) for key, told in ahead.prompt_logprobs.items()} == {
-        key: len(told) for key, told in plain.prompt_logprobs.items()
+    assert {key: len(logprobs) for key, logprobs in ahead.prompt_logprobs.items()} == {
+        key: len(logprobs) for key, logprobs in plain.prompt_logprobs.items()
     }
 
 
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted on a CPU alone")
-# Rows that pad have whatever was in their memory.
+# Padding rows contain uninitialised memory.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_kernels_and_replayed_decoding_keep_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -81,7 +83,7 @@ def test_kernels_and_replayed_decoding_keep_tokens(
 
 
 def replay_decoding(engine: TorchEngine) -> list[int]:
-    """Return the numbers of rows of the replayed steps."""
+    """Let decode steps be replayed; return a list that receives their numbers of rows."""
     runner, replayed = engine._runner._runner, []
     model, last_tokens = runner._model, runner._last_tokens
     assert isinstance(model, Decoder) and last_tokens is not None

@@ -1,4 +1,4 @@
-"""Models whose files hold programs, or sizes that are not true: refused, and nothing of it runs."""
+"""Models with code or false sizes in their files: no code runs, and bad files are rejected."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def served(directory: Path) -> None:
 
 
 async def refusal(directory: Path) -> str:
-    """Why no worker can be started with it."""
+    """Return the error of a worker that cannot start with the model."""
     with pytest.raises((BadCheckpoint, UnsupportedModel)) as caught:
         await served(directory)
     return str(caught.value)
@@ -75,7 +75,7 @@ async def test_safetensors_index_naming_another_file_is_rejected(
 
 
 async def test_gguf_inside_a_model_directory_is_not_read(directory: Path) -> None:
-    """GGUF files are read only where they are named. These counts overflow when multiplied."""
+    """GGUF files are read only if configured as the model. The counts overflow if multiplied."""
     head = struct.pack("<4sIQQ", b"GGUF", 3, 2**63, 2**63)
     (directory / "model.safetensors").unlink()
     (directory / "model.gguf").write_bytes(head)
@@ -115,7 +115,7 @@ async def test_safetensors_header_longer_than_the_file_is_rejected(directory: Pa
 
 
 def with_code(directory: Path, marker: Path, **changes: object) -> None:
-    """A model that asks for its own Python files, in each place that may name one."""
+    """Add a Python file to a model, and name it in every setting that can refer to code."""
     (directory / "mine.py").write_text(PROGRAM.format(marker=str(marker)))
     named = {
         kind: f"mine.{kind}" for kind in ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")

@@ -1,5 +1,7 @@
-"""LoRA adapters against peft: the same logits, however the tokens come in steps; and the bits of a
-row, whichever adapters the other rows have."""
+"""LoRA adapters: logits equal to those of peft, for any split of the tokens into steps.
+
+A row has the same bits for any adapters of the other rows.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ from worker.model.lora import LinearAdapters
 from worker.model.stack import CompiledStack
 
 FP32, BF16 = torch.float32, torch.bfloat16
-#: Separate and fused layers, biases, norms after a branch, factors, a mixture, an unread tower.
+#: Features: separate and fused layers, biases, norms after a branch, scale factors, a mixture of
+#: experts, and a vision tower that is not loaded.
 NAMES = (
     "llama, biases, llama3 rope",
     "qwen3, tied, mixed layers",
@@ -106,9 +109,28 @@ def test_adapted_logits_match_peft(
         torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
 
 
+def test_reserved_bytes_suffice_for_adapters_in_all_slots(
+    saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.model.lora.lora_library", lambda dtype: None)
+    stepped = SteppedDecoder(
+        saved.model, MAX_POSITION, dtype=FP32, adapters=saved.adapters[:1], num_slots=2
+    )
+    decoder, [adapter] = stepped.decoder, read_adapters(saved.adapters[:1], saved.model)
+    packed = packed_adapter(decoder, stepped.spec, adapter)
+    num_bytes = sum(parts.num_bytes for parts in packed)
+    if stepped.spec.has_experts:  # the adapter does not change the dense layer
+        assert decoder.reserved_adapter_bytes(adapter.rank) > num_bytes
+        return
+    assert decoder.reserved_adapter_bytes(adapter.rank) == num_bytes
+    decoder.place_adapter(2, packed)
+    assert decoder.reserved_adapter_bytes(adapter.rank) == 0
+    assert decoder.reserved_adapter_bytes(2 * adapter.rank) == 2 * num_bytes
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_adapted_row_has_the_same_bits_in_any_batch(dtype: torch.dtype, saved: Saved) -> None:
-    """Alone and beside others, in chunks and at once, compiled and layer by layer."""
+    """Rows run alone and with others, in chunks and whole, compiled and layer by layer."""
     stepped = saved.stepped(dtype)
     together = stepped.logits(sequences(), mixed(), NUMBERED)
     others = stepped.logits(sequences(), whole(), [*NUMBERED[:1], 1, 2, 3, 0])
@@ -176,7 +198,7 @@ def test_step_without_adapters_calls_no_update(
 
 
 def test_loads_and_unloads_keep_the_bits_of_other_adapters(saved: Saved) -> None:
-    """Slots are filled, replaced and emptied between steps; ranks and matrices of them differ."""
+    """Slots are filled, replaced and emptied between steps; adapters differ in rank and sites."""
     expected = saved.stepped().logits(sequences(), mixed(), NUMBERED)
     spec = read_spec(saved.model)
     adapters = {it.name: it for it in read_adapters(saved.adapters, saved.model)}

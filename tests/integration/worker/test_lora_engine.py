@@ -1,5 +1,7 @@
-"""Sequences with LoRA adapters in the engine: peft's tokens, whatever batching, preemption, swap,
-drafts, cached prefixes and interruptions do."""
+"""Tokens of sequences with LoRA adapters in the engine equal those of peft.
+
+The runs include batching, preemption, swap, drafts, prefix-cache hits and interruptions.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from worker.config import Speculation
 from worker.model.adapters import BadAdapter
 
 PLENTY = 200
-#: Fewer blocks than the sequences of a batch grow into, enough for each alone.
+#: KV blocks: enough for each sequence alone, too few for a batch.
 TINY = 18
 NAMES = ("", *SETTINGS)
 MAX_TOKENS = 40
@@ -53,7 +55,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 def jobs(temperature: float = 0.0) -> list[Job]:
-    """Every prompt with every adapter; several begin alike, and repetitions let drafts be tried."""
+    """Return jobs of all prompts with all adapters.
+
+    Prompts share prefixes, and have repetitions, so that drafts are tried.
+    """
     rng = Random(5)
     first = [rng.randrange(6, SIZES["vocab_size"]) for _ in range(40)] * 2
     prompts = [first, [*first[:70], 7, 8], first[:33], [9] * 5]
@@ -66,7 +71,7 @@ def jobs(temperature: float = 0.0) -> list[Job]:
 
 @pytest.fixture(scope="module")
 def outputs(model: Model) -> list[list[int]]:
-    """Output of each greedy job in an engine of its own."""
+    """Outputs of the greedy jobs, each in a separate engine."""
     return [model.engine().serve([job])[0] for job in jobs()]
 
 

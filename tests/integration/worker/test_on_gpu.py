@@ -1,5 +1,7 @@
-"""The engine on a GPU, where there is one: the tokens of a CPU, whether decoding is replayed or
-launched kernel by kernel, whatever a block holds that nobody has written to."""
+"""Tokens of the engine on a GPU, if there is one, equal those on a CPU.
+
+Decoding is replayed or launched kernel by kernel, and unwritten blocks have any content.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ PLENTY, FEW = 200, 18
 DRAWN = SamplingParams(top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, min_tokens=3)
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
-    # Kernels are compiled for it.
+    # This includes the compilation of kernels.
     pytest.mark.timeout(600),
 ]
 
@@ -98,7 +100,7 @@ def test_unwritten_cache_blocks_do_not_affect_tokens(
 
 
 def test_gpu_steps_never_synchronise_with_the_device(directory: Path, jobs: list[Job]) -> None:
-    """But for the tokens of the step before it, by an event."""
+    """The tokens of the previous step are awaited by an event, which torch does not count."""
     runner = runner_on_gpu(directory, "float32", FEW)
     with no_waits():
         serve(runner, directory, [*jobs[:3], *(replace(job, sampling=DRAWN) for job in jobs[3:])])
@@ -114,13 +116,13 @@ def test_gpu_bfloat16_logits_are_near_float32() -> None:
         logits = last_logits(runner, prompt)
         with torch.inference_mode():
             right = model(torch.tensor([prompt])).logits[0, -1]
-        # NaN is near nothing.
+        # A NaN fails this comparison.
         assert (logits - right).norm() <= 0.02 * right.norm()
 
 
 @torch.inference_mode()
 def last_logits(runner: TorchRunner, prompt: Sequence[int]) -> Tensor:
-    """[vocab], after all of ``prompt``."""
+    """Return the logits after ``prompt``, [vocab]."""
     rows = Rows.of([Row(0, tuple(prompt), 0, tuple(range(9, 0, -1)), True)])
     logits = runner._model.logits(
         runner._forward(rows, np.array([len(prompt) - 1]), Parcel(runner.device))

@@ -1,5 +1,7 @@
-"""Architectures that run through transformers: the same logits and tokens as by themselves, and
-what cannot be run so is refused."""
+"""Architectures that run through transformers, with the same logits and tokens as there.
+
+Architectures and checkpoints that cannot be adapted are rejected.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ from worker.runner.build import build_runner
 
 CPU = torch.device("cpu")
 LENGTHS = (70, 45, 33, 9)
-#: Fewer blocks than an engine's sequences grow into, enough for each alone.
+#: KV blocks: enough for each sequence alone, too few for a batch.
 TINY = 9
 
 Record = Callable[[str, object], None]
@@ -57,7 +59,7 @@ def load(
     return load_decoder(directory, place, dummy, max_model_len, choose_attention)
 
 
-# what is computed
+# logits and tokens
 
 
 def sequences() -> list[list[int]]:
@@ -70,7 +72,7 @@ def whole() -> list[Step]:
 
 
 def chunked() -> list[Step]:
-    """Thirteen tokens at a time, of all sequences that have any left."""
+    """Return steps of at most 13 tokens from each unfinished sequence."""
     return [
         [(i, min(13, length - done)) for i, length in enumerate(LENGTHS) if done < length]
         for done in range(0, max(LENGTHS), 13)
@@ -78,13 +80,13 @@ def chunked() -> list[Step]:
 
 
 def decoded() -> list[Step]:
-    """The last eight tokens one by one, all sequences beside each other."""
+    """Return one prefill step and eight decode steps of all sequences."""
     prompts = [(i, length - 8) for i, length in enumerate(LENGTHS)]
     return [prompts, *([(i, 1) for i in range(len(LENGTHS))] for _ in range(8))]
 
 
 def mixed() -> list[Step]:
-    """Decodes and chunks in one step, and rows that go on where an earlier one of the step ends."""
+    """Return steps with decodes and chunks, and with consecutive rows of one sequence."""
     return [
         [(0, 40), (3, 5)],
         [(3, 1), (0, 3), (1, 17), (1, 20)],
@@ -130,7 +132,10 @@ def test_adapted_model_greedy_tokens_match_transformers(
 
 
 def prompts() -> list[list[int]]:
-    """Lengths around the edges of blocks and chunks; the last two begin like the longest."""
+    """Return prompts with lengths near the boundaries of blocks and chunks.
+
+    The last two share a prefix with the longest.
+    """
     rng = Random(4)
     lengths = (120, 1, 31, 33, 49, 64, 90)
     made = [[rng.randrange(6, VOCAB) for _ in range(length)] for length in lengths]
@@ -189,7 +194,7 @@ def test_dummy_weights_are_deterministic(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), random_before)
 
 
-# what is refused
+# rejected models
 
 
 @pytest.mark.parametrize(
@@ -328,7 +333,7 @@ def refuses_to_page(directory: Path) -> None:
         load(directory)
 
 
-# what a mask says
+# attention masks
 
 
 def sees(mask: Callable[[Tensor, Tensor], Tensor]) -> MaskFunction:

@@ -1,6 +1,4 @@
-"""Contract of all groups of ranks. Here the ranks are threads, which makes no difference to a
-group.
-"""
+"""Contract of all groups of ranks; here the ranks are threads instead of processes."""
 
 from __future__ import annotations
 
@@ -23,9 +21,9 @@ from worker.parallel import group as group_module
 from worker.parallel.group import Group, _gloo, create_store, init_group, join_store
 
 CPU = torch.device("cpu")
-#: What a group sums, and how much a rounding may change of it.
+#: Types that a group sums, with the relative error of one rounding.
 ROUNDINGS = {torch.float32: 2**-23, torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.int64: 0.0}
-#: More than shared memory takes at once, and no multiple of it.
+#: Number of elements, more than a slot of shared memory holds and not a multiple of it.
 LONG = 3 * collectives._SLOT_BYTES // 4 + 13
 Result = TypeVar("Result")
 
@@ -99,8 +97,8 @@ def test_reduction_is_bitwise_equal_on_all_ranks(size: int, dtype: torch.dtype, 
     exact = torch.int64 if dtype == torch.int64 else torch.float64
     for count, got in zip(counts, first, strict=True):
         parts = torch.stack([numbers(rank, dtype, count).to(exact) for rank in range(size)])
-        room = (size - 1) * ROUNDINGS[dtype] * parts.abs().sum(0).double()
-        assert ((got.to(exact) - parts.sum(0)).abs() <= room).all()
+        tolerance = (size - 1) * ROUNDINGS[dtype] * parts.abs().sum(0).double()
+        assert ((got.to(exact) - parts.sum(0)).abs() <= tolerance).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -166,7 +164,7 @@ def test_broadcast_copies_the_tensor_of_rank_0(size: int, way: str) -> None:
 
 
 def test_mixed_collectives_stay_in_order_across_ranks(way: str) -> None:
-    """A broadcast waits for nobody on rank 0, a gather for nobody elsewhere."""
+    """Rank 0 does not wait in a broadcast, and the other ranks do not wait in a gather."""
 
     def act(group: Group) -> None:
         rng = Random(3)
@@ -228,11 +226,11 @@ def test_broadcast_is_delivered_after_the_sender_closed() -> None:
     def act(group: Group) -> int:
         if group.rank == 1:
             has_left.wait()
-        told = group.broadcast(torch.tensor(40 + group.rank))
+        received = group.broadcast(torch.tensor(40 + group.rank))
         if group.rank == 0:
             group.close()
             has_left.set()
-        return int(told)
+        return int(received)
 
     assert on_ranks(2, act) == [40, 40]
 
@@ -241,8 +239,8 @@ def test_broadcast_is_delivered_after_the_sender_closed() -> None:
 @pytest.mark.parametrize(
     ("hosts", "addresses"),
     [
-        pytest.param(None, [LOOPBACK] * 2, id="unless told otherwise"),
-        pytest.param(["127.0.0.2", "127.0.0.3"], ["0200007F", "0300007F"], id="as told"),
+        pytest.param(None, [LOOPBACK] * 2, id="default"),
+        pytest.param(["127.0.0.2", "127.0.0.3"], ["0200007F", "0300007F"], id="as configured"),
     ],
 )
 def test_gloo_listens_on_loopback(hosts: list[str] | None, addresses: list[str]) -> None:
@@ -290,7 +288,7 @@ def test_closed_group_rejects_collectives() -> None:
     on_ranks(2, act)
 
 
-# GPUs, of which there are none here: tensors are on CPUs
+# groups for GPUs, simulated with tensors on CPUs
 
 
 def all_collectives(group: Group) -> list[object]:
@@ -330,8 +328,8 @@ def test_ranks_that_share_a_gpu_communicate_over_the_host(
     monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     monkeypatch.setattr(group_module, "_name_of", lambda device: "GPU-1")
-    told = on_ranks(2, all_collectives, device=torch.device("cuda"))
-    assert told == [expected_of(rank, on_device=False) for rank in (0, 1)]
+    results = on_ranks(2, all_collectives, device=torch.device("cuda"))
+    assert results == [expected_of(rank, on_device=False) for rank in (0, 1)]
 
 
 def test_ranks_with_separate_gpus_communicate_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,8 +351,8 @@ def test_ranks_with_separate_gpus_communicate_over_nccl(monkeypatch: pytest.Monk
             self._gloo.shutdown()
 
     monkeypatch.setattr(group_module, "_nccl", Nccl)
-    told = on_ranks(2, all_collectives, device=torch.device("cuda"))
-    assert told == [expected_of(rank, on_device=True) for rank in (0, 1)]
+    results = on_ranks(2, all_collectives, device=torch.device("cuda"))
+    assert results == [expected_of(rank, on_device=True) for rank in (0, 1)]
     assert sorted(aborted) == [0, 1]
 
 

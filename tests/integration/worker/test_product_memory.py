@@ -1,4 +1,4 @@
-"""Memory of the products that oneDNN compiles in a rank's process."""
+"""Memory of the matrix products that oneDNN compiles in a rank's process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ print(resident_kib(os.getpid()) - before >> 10)
 
 
 def grown_mib(product: str) -> int:
-    """Return the growth of a rank's process by products of 1 to 400 rows with four weights."""
+    """Return a rank's memory growth in MiB after products of 1 to 400 rows with four weights."""
     command = [sys.executable, "-c", _SCRIPT.format(product=product), str(DEMO_MODEL)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

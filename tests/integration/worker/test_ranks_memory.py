@@ -1,6 +1,6 @@
-"""Shortage of memory at one of several ranks, at any point of a step.
+"""Out-of-memory errors of one of several ranks, at any point of a step.
 
-All ranks continue with smaller steps, and generate the same tokens.
+All ranks continue with smaller steps and generate the same tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from worker.runner.sampler import Sampler
 __all__ = ["gloo"]
 
 NUM_BLOCKS = 16
-#: Before and behind each of these a step takes memory.
+#: Methods before and after which a step may run out of memory.
 WHERE: list[tuple[type, str]] = [
     (TorchRunner, "_copy_blocks"),
     (Sampler, "admit"),
@@ -62,21 +62,21 @@ PARTS = "_start_step", "_sample", "_collect_results"
 
 
 class Shortage(threading.local):
-    """Points of this thread's steps at which memory is lacking."""
+    """Out-of-memory errors at chosen points of this thread's steps."""
 
     def __init__(self) -> None:
         self.is_in_step = False
         self.begin(set())
 
-    def begin(self, moments: set[int]) -> None:
-        self._moments = moments
+    def begin(self, points: set[int]) -> None:
+        self._points = points
         self.passed = self.met = 0
 
     def pass_by(self) -> None:
         if not self.is_in_step:
             return
         self.passed += 1
-        if self.passed in self._moments:
+        if self.passed in self._points:
             self.met += 1
             raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -93,7 +93,7 @@ class Shortage(threading.local):
 def shortage(monkeypatch: pytest.MonkeyPatch) -> Shortage:
     here = Shortage()
 
-    def with_moments(method: Callable[..., Any]) -> Callable[..., Any]:
+    def with_points(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def passing(*args: Any, **kwargs: Any) -> Any:
             here.pass_by()
@@ -103,14 +103,14 @@ def shortage(monkeypatch: pytest.MonkeyPatch) -> Shortage:
 
         return passing
 
-    # As on a GPU, whose memory it is.
+    # Run the plain stack, as on a GPU, where memory can run out.
     monkeypatch.setattr("worker.runner.build.choose_stack", lambda plain, *_: plain)
     for owner, name in WHERE:
-        monkeypatch.setattr(owner, name, with_moments(getattr(owner, name)))
+        monkeypatch.setattr(owner, name, with_points(getattr(owner, name)))
     for name in PARTS:
         within = here.step()(getattr(TorchRunner, name))
         monkeypatch.setattr(TorchRunner, name, within)
-    # A rank that waits for one that does not come is not to keep the test.
+    # Limits the wait for a rank that does not take part in a collective.
     monkeypatch.setattr(group_module, "TIMEOUT", timedelta(seconds=20))
     return here
 
@@ -121,7 +121,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def jobs(seed: int, lengths: tuple[int, ...], max_tokens: int, **sampling: Any) -> list[Job]:
-    """No two seeds have a prompt in common."""
+    """Return jobs with random prompts, which differ between seeds."""
     rng = Random(seed)
     prompts = [[rng.randrange(6, SIZES["vocab_size"]) for _ in range(n)] for n in lengths]
     return [
@@ -138,10 +138,10 @@ def way(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(
-    params=[11, pytest.param(1, marks=pytest.mark.long)], ids=["some moments", "all moments"]
+    params=[11, pytest.param(1, marks=pytest.mark.long)], ids=["some points", "all points"]
 )
 def every(request: pytest.FixtureRequest) -> int:
-    """Return n, if one in n of the points is tested."""
+    """Number n, if one in n of the points is tested."""
     return int(request.param)
 
 
@@ -157,27 +157,27 @@ def test_memory_shortage_on_a_rank_keeps_all_tokens(
     way: str,
     every: int,
 ) -> None:
-    def each(moment: int) -> list[Job]:
-        return jobs(moment, (3, 5), 3, prompt_logprobs=scored)
+    def each(point: int) -> list[Job]:
+        return jobs(point, (3, 5), 3, prompt_logprobs=scored)
 
     def act(group: Group) -> dict[int, Collected]:
         engine = TorchEngine(model, NUM_BLOCKS, group, ahead)
         shortage.begin(set())
         collected = {0: engine.collect(each(0))}
         passed = torch.tensor([shortage.passed if group.rank == unlucky else 0])
-        for moment in range(1, 1 + int(group.all_reduce(passed)), every):
-            shortage.begin({moment} if group.rank == unlucky else set())
-            collected[moment] = engine.collect(each(moment))
+        for point in range(1, 1 + int(group.all_reduce(passed)), every):
+            shortage.begin({point} if group.rank == unlucky else set())
+            collected[point] = engine.collect(each(point))
             assert shortage.met == (group.rank == unlucky)
         return collected
 
     first, second = on_ranks(2, act)
     assert first.keys() == second.keys() and max(first) > 60
     alone = TorchEngine(model, NUM_BLOCKS)
-    for moment, collected in first.items():
-        expected = alone.serve(each(moment))
-        assert outputs(collected, each(moment)) == expected
-        assert outputs(second[moment], each(moment)) == expected
+    for point, collected in first.items():
+        expected = alone.serve(each(point))
+        assert outputs(collected, each(point)) == expected
+        assert outputs(second[point], each(point)) == expected
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["executed", "launched ahead"])
@@ -191,7 +191,7 @@ def test_repeated_memory_shortage_keeps_ranks_consistent(
     def act(group: Group) -> tuple[Collected, int]:
         rng = Random(f"{seed} {group.rank}")
         engine = TorchEngine(model, NUM_BLOCKS, group, ahead, **drafts)
-        shortage.begin({moment for moment in range(1, 5000) if rng.random() < 0.002})
+        shortage.begin({point for point in range(1, 5000) if rng.random() < 0.002})
         return engine.collect(work), shortage.met
 
     (first, met), (second, met_too) = on_ranks(2, act)
@@ -207,7 +207,7 @@ def test_repeated_memory_shortage_keeps_ranks_consistent(
 
 
 class Noted(Group):
-    """Rank 0 of two, which notes what it exchanges."""
+    """Group of rank 0 of two, which records its collectives."""
 
     size = 2
 

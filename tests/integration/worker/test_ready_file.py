@@ -1,4 +1,4 @@
-"""The file by which a readiness probe knows that a rank serves."""
+"""The file by which a readiness probe detects that a rank serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The torch runner by hand-made plans: what it is built with, what it answers, how it fails."""
+"""The torch runner with hand-written plans: construction, results and failures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from worker.runner.build import build_runner
 from worker.runner.runner import TorchRunner
 
 PROMPT = [9, 77, 140, 33, 8, 210, 6, 91]
-#: The checkpoint's token whose embedding is broken in some tests.
+#: Token with an embedding of NaN in some tests.
 POISON = 200
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -52,7 +52,7 @@ def build(config: WorkerConfig) -> TorchRunner:
 
 
 def row(tokens: Sequence[int], start: int = 0, slot: int = 0, **more: Any) -> Row:
-    """``slot``'s tokens go to one block of its own."""
+    """Return a row of ``slot``, whose KV block has the same number."""
     return Row(slot, tuple(tokens), start, (slot,), samples=more.pop("samples", True), **more)
 
 
@@ -62,7 +62,7 @@ def admitted(*prompts: Sequence[int], sampling: SamplingParams = GREEDY) -> tupl
 
 
 def whole(config: WorkerConfig, prompt: Sequence[int]) -> RowResult:
-    """Return the token after ``prompt`` that a runner without any other work samples."""
+    """Return the result for ``prompt`` of a runner without other rows."""
     (result,) = build(config).execute(Plan(1, Rows.of([row(prompt)]), admitted(prompt)))
     return result
 

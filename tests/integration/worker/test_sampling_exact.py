@@ -1,5 +1,7 @@
-"""Sampling through the whole engine: transformers' tokens, whatever batch, chunks, preemption,
-drafts and ranks do."""
+"""Tokens sampled by the whole engine equal those of transformers.
+
+The runs include batches, chunks, preemption, drafts and several ranks.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ from worker.runner.uniform import uniform
 ROOT = Path(__file__).parents[3]
 PLENTY = 300
 EOS = SIZES["eos_token_id"]
-#: How long two ranks may take for everything, starting python included.
+#: Time limit of two ranks in seconds, including the start of Python.
 TIMEOUT_S = 120
 
 Record = Callable[[str, object], None]
@@ -58,21 +60,24 @@ def threads_as_before() -> Iterator[None]:
 
 @torch.inference_mode()
 def raw_logits(model: LlamaForCausalLM, job: Job, output: Sequence[int]) -> Tensor:
-    """[prompt and output, vocab]"""
+    """Return the logits of prompt and output, [tokens, vocab]."""
     logits: Tensor = model(torch.tensor([[*job.prompt, *output]])).logits[0]
     return logits
 
 
 def redrawn(model: LlamaForCausalLM, job: Job, output: Sequence[int]) -> Reference:
-    """Return the tokens that transformers would sample after each beginning of ``output``."""
+    """Return the token that transformers would sample after each prefix of ``output``."""
     logits = raw_logits(model, job, output)[len(job.prompt) - 1 :]
     draws = [draw_again(logits[i], job, output[:i]) for i in range(len(output))]
     return Reference([token for token, _ in draws], [margin for _, margin in draws])
 
 
 def draw_again(logits: Tensor, job: Job, output: Sequence[int]) -> tuple[int, float]:
-    """And its margin: the gap to the next greedy choice, or the distance of the uniform number to
-    the nearest edge between tokens."""
+    """Return the token that is sampled, and its margin.
+
+    The margin of a greedy token is the gap to the second-best score. Otherwise it is the distance
+    of the uniform random number to the nearest boundary between tokens.
+    """
     sampling = job.sampling
     scores = shaped(logits, admission(sampling, job.prompt, output, stops=[EOS]))
     if sampling.temperature == 0:
@@ -155,7 +160,7 @@ def test_ranks_sample_the_tokens_of_one_rank(
     assert first["blocks swapped in"] == second["blocks swapped in"] > 0
     assert first["swapped"] == second["swapped"]
     assert first["by hand"] == alone["by hand"]
-    # Only rank 0 knows why a grammar gave up; the others know that it did.
+    # Only rank 0 knows the cause of a grammar's failure.
     causes = {"InvalidRequest": "EngineFailed"}
     assert second["by hand"] == [causes.get(str(row), row) for row in first["by hand"]]
     assert first["by hand"].count("InvalidRequest") == 1
@@ -175,14 +180,14 @@ def run_two_ranks(directory: Path) -> list[dict[str, Any]]:
             for rank in range(2)
         ]
         processes = [running.enter_context(rank_process(json.dumps(task))) for task in tasks]
-        told = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
+        results = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
     assert all(process.returncode == 0 for process in processes)
-    return [json.loads(each) for each in told]
+    return [json.loads(each) for each in results]
 
 
 @contextmanager
 def rank_process(task: str) -> Iterator[subprocess.Popen[str]]:
-    """Killed at the latest at the end."""
+    """Run the process of a rank, and kill it on exit if it still runs."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.worker.sampled_rank", task],
         cwd=ROOT,

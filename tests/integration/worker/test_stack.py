@@ -1,5 +1,7 @@
-"""All layers in one call: the bits that they make one by one, of every family, and of those tokens
-alone that are asked for."""
+"""All layers in one call: bitwise equal to layer by layer, for every family.
+
+The last layer computes only the requested tokens.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from worker.model.stack import CompiledStack
 LENGTHS = (100, 45, 9)
 SEQUENCES = [[Random(i).randrange(6, VOCAB) for _ in range(n)] for i, n in enumerate(LENGTHS)]
 WHOLE: list[Step] = [list(enumerate(LENGTHS))]
-#: Decodes beside chunks; a step larger than the one before and smaller ones.
+#: Decodes beside chunks, in steps that grow and shrink.
 MIXED: list[Step] = [
     [(2, 1)],
     [(2, 1), (0, 37), (1, 5)],
@@ -117,7 +119,7 @@ def test_last_layer_skips_the_mlp_of_unrequested_tokens(
     model.hidden([sequence], sites)
     parts = stack._memory.split_with_sizes([len(sequence) * width for width in stack._widths])
     wanted = len(sequence if sites is None else sites)
-    for part in parts[3:]:  # what attention and MLP add, and what the MLP makes of it
+    for part in parts[3:]:  # output of a branch, and the MLP's intermediate values
         computed = part.view(len(sequence), -1).isfinite()
         assert computed[:wanted].all() and not computed[wanted:].any()
 
@@ -161,7 +163,7 @@ def test_fp16_weights_run_layer_by_layer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", one_in(3, CHECKPOINTS))
 def test_bf16_weights_are_multiplied_in_fp32(name: str, tmp_path: Path) -> None:
-    """The same bits as those weights make when they are stored as fp32."""
+    """The bits equal those of the same rounded weights stored as fp32."""
     exact = stepped(CHECKPOINTS[name], tmp_path / "fp32", (FP32, BF16))
     rounded = tmp_path / "rounded"
     shutil.copytree(tmp_path / "fp32", rounded)

@@ -1,5 +1,7 @@
-"""Outputs have the form that their grammar gives them, whatever happens to their sequences; and a
-grammar that asks for too much harms nobody but its own."""
+"""Outputs follow their grammars, through preemption, drafts and continuations.
+
+A grammar that needs too much time fails only its own sequence.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ PERSON = {
     },
     "required": ["name", "age", "city"],
 }
-#: Ambiguous: what has been said can be cut into parts in ever more ways.
+#: Ambiguous: the number of parses grows with the output.
 EXPLODES = 'root ::= root root root | root root | [a-z0-9{" :,]'
 
 
@@ -71,7 +73,7 @@ def service() -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def default_service() -> Iterator[Service]:
-    """A service with the default time to compile, which a busy machine may need."""
+    """Service with the default compile timeout, which a busy machine may need."""
     with grammar_service() as service:
         service.compile(CHOICE, "the process starts here, and ends with the module")
         yield service
@@ -97,7 +99,7 @@ def ended(output: list[int]) -> bytes:
     return text_of(output)
 
 
-# any output fits
+# outputs follow the grammar
 
 SCALARS = st.sampled_from(
     [
@@ -160,7 +162,7 @@ SCHEMAS = st.recursive(
 QUICK = settings(
     max_examples=examples(25),
     derandomize=True,
-    # The service outlives the examples, as it is meant to.
+    # The examples share the service on purpose.
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
@@ -175,7 +177,7 @@ def test_schema_grammar_yields_only_valid_json(service: Service, schema: Any, se
     assert max((len(gap) for gap in re.findall(rb"\s+", text)), default=0) <= 16 + 1
 
 
-#: As pydantic writes a union that a field tells apart.
+#: Schema of a discriminated union, as pydantic writes it.
 UNION: dict[str, Any] = {
     "discriminator": {"propertyName": "kind", "mapping": {"cat": "#/$defs/Cat"}},
     "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
@@ -214,7 +216,7 @@ REGEXES = st.lists(
 def test_regex_grammar_yields_only_matching_text(service: Service, pattern: str, seed: int) -> None:
     grammar = service.compile(REGEX, pattern)
     text = ended(walk(grammar.matcher(frozenset({EOS}), ()), seed))
-    # A walk may write the bytes of a surrogate, which a text has none of.
+    # A walk may write the bytes of a surrogate, which UTF-8 does not allow.
     assert re.fullmatch(pattern, text.decode(errors="surrogatepass"))
 
 
@@ -245,7 +247,7 @@ def test_matcher_requires_a_stop_token_after_complete_output(service: Service) -
     b, c = ids_of("bc")
     grammar = service.compile(REGEX, "a[b-d]?")
     matcher = grammar.matcher(frozenset({EOS, c}), ids_of("a"))
-    # Of the two that end the output, c is also a letter of the grammar, but not for this sequence.
+    # EOS and c are stop tokens here, so c ends the output although the grammar has it as a letter.
     assert allowed(matcher) == [sorted([EOS, c, b, *ids_of("d")])]
     matcher.accept([b])
     assert allowed(matcher) == [sorted([EOS, c])]
@@ -335,11 +337,11 @@ def test_drafts_do_not_change_constrained_output(
     assert list(guessing.tokens.values()) == undisturbed
 
 
-# too much
+# excessive grammars
 
 
 def takes_long(name: str) -> str:
-    """A schema that takes minutes to compile: a text in which each of many patterns is found."""
+    """Return a schema that takes minutes to compile: a text must match each of many patterns."""
     patterns = [{"pattern": f"{name}{at}.*z{at}"} for at in range(30)]
     return json.dumps({"type": "string", "pattern": "(a|b|c){1,1000}", "allOf": patterns})
 
@@ -440,12 +442,12 @@ def test_steps_launched_ahead_follow_the_grammar(service: Service, engine: Gramm
     assert engine.tokens(jobs, ahead=True) == engine.tokens(jobs)
 
 
-def test_slow_grammar_compilation_delays_no_other_grammar(service: Service) -> None:
-    slow = [service.order(JSON_SCHEMA, takes_long(name)) for name in "bc"]
-    assert isinstance(service.order(REGEX, "ab").result(60), CompiledGrammar)
-    assert not any(future.done() for future in slow)
-    for future in slow:
-        assert isinstance(future.result(60), InvalidGrammar)
+def test_slow_grammar_compilation_delays_no_other_grammar() -> None:
+    # With the default compile timeout, a stall of this process does not end the slow ones.
+    with grammar_service() as service:
+        slow = [service.order(JSON_SCHEMA, takes_long(name)) for name in "bc"]
+        assert isinstance(service.order(REGEX, "ab").result(60), CompiledGrammar)
+        assert not any(future.done() for future in slow)
 
 
 # processes
@@ -512,6 +514,6 @@ async def test_worker_returns_constrained_output_or_the_cause() -> None:
 
 
 def constrained(epoch: int, pattern: str) -> session_pb2.Start:
-    """Without a stop token of its own."""
+    """Return a start with a grammar and no stop tokens."""
     sampling = replace(HOT, grammar=Grammar(REGEX, (pattern,)))
     return start(epoch, ids_of("count from 1 to 9:"), max_tokens=60, sampling=sampling)

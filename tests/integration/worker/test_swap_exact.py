@@ -1,4 +1,4 @@
-"""Blocks that went to the host's memory and back, and drafts on top: transformers' tokens still."""
+"""KV blocks that are swapped to host memory and back, with drafts, keep transformers' tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.worker.llama_support import SIZES, generate, load_llama, save
 from tests.support.worker.torch_engine import TorchEngine, greedy_jobs
 from worker.config import Speculation
 
-#: Fewer blocks than the sequences of a batch grow into, enough for each alone.
+#: KV blocks: enough for each sequence alone, too few for a batch.
 TINY = 12
 
 
@@ -25,9 +25,7 @@ def threads_as_before() -> Iterator[None]:
 
 
 def prompts() -> list[list[int]]:
-    """Return prompts with repetitions, so that drafts are tried; the last ones begin like the
-    first.
-    """
+    """Return prompts with repetitions, for drafts; the last two share a prefix with the first."""
     rng = Random(7)
     made = [[rng.randrange(6, SIZES["vocab_size"]) for _ in range(n)] for n in (40, 33, 47, 31, 20)]
     made = [prompt * 2 for prompt in made]

@@ -1,4 +1,4 @@
-"""Threads that share loops: each part is done once, and no loop begins before the last is over."""
+"""Threads that share loops: each part runs once, and consecutive loops do not overlap."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def wrong_loops() -> Callable[[int, int, int, int], int]:
 
 @contextmanager
 def neighbours() -> Iterator[None]:
-    """Two threads of other calls, that have a core for a while, again and again."""
+    """Run two threads with other calls, which repeatedly occupy a core for a short time."""
     find, over = wrong_loops(), threading.Event()
 
     def work() -> None:

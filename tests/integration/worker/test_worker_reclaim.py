@@ -25,14 +25,14 @@ from worker.serving.rank import Rank
 from worker.serving.reclaim import wait_for_notice
 
 ROOT = Path(__file__).parents[3]
-#: Slow enough that a sequence is in the middle when the notice comes.
+#: Slow enough that the notice arrives in the middle of a sequence.
 CONFIG = WorkerConfig(
     model="fake", num_blocks=64, cluster_id="here", fake=FakeModel(step_time=0.005)
 )
 
 
 class Cloud:
-    """Gives one answer after the other, and then the last one."""
+    """Metadata server that gives its answers in order and then repeats the last one."""
 
     def __init__(self, *answers: bytes) -> None:
         self.asked = 0
@@ -73,7 +73,7 @@ async def test_reclaim_notice_requires_status_200(quick: None) -> None:
         http("200 OK"),
     ]
     cloud = Cloud(*answers)
-    async with cloud.open() as url, asyncio.timeout(10.0):
+    async with cloud.open() as url, asyncio.timeout(60.0):
         await wait_for_notice(url)
     assert cloud.asked == len(answers)
 
@@ -92,8 +92,8 @@ async def until_returned(router: Router, epochs: range) -> None:
     await router.ended(*epochs)
     assert {*router.stops.values()} == {"RETURNED"}
     for epoch in epochs:
-        told = router.tokens[epoch]
-        assert told == expected_tokens(prompt(20 + epoch, epoch), len(told))
+        tokens = router.tokens[epoch]
+        assert tokens == expected_tokens(prompt(20 + epoch, epoch), len(tokens))
     await router.start(start(99, prompt(3)))
     await router.ended(99)
     assert router.stops[99] == "RETURNED"
@@ -104,7 +104,7 @@ async def until_returned(router: Router, epochs: range) -> None:
 async def busy_router(address: str, epochs: range) -> AsyncIterator[Router]:
     router = Router(address)
     try:
-        await router.hello(*(start(e, prompt(20 + e, e), max_tokens=900) for e in epochs))
+        await router.hello(*(start(e, prompt(20 + e, e), max_tokens=1900) for e in epochs))
         await router.until(lambda: router.tokens.get(epochs[-1]))
         yield router
     finally:

@@ -1,7 +1,7 @@
-"""A rank above 0 in a process of its own: ``rank``, ``rendezvous``, ``parent pid``, ``num_blocks``,
-and ``ahead`` where steps are launched so.
+"""Process of a rank above 0.
 
-Ends with status 0 when rank 0 stops, with 3 and the cause on standard output otherwise.
+Arguments: ``rank``, ``rendezvous``, ``parent pid``, ``num_blocks``, and ``ahead`` if steps are
+launched ahead. The exit status is 0 if rank 0 stops, otherwise 3 with the cause on standard output.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Workers as a leader sees them, for tests: views with made-up loads and paces."""
+"""Workers as a leader sees them, with made-up loads and throughputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from router.admission.throughput import ThroughputEstimator, Work
 from router.admission.workers import Capacity, Load
 from router.config import RouterConfig
 
-#: One of each.
+#: One policy of each kind.
 POLICIES: tuple[Policy, ...] = (
     Fifo(),
     EarliestDeadline(5.0),
@@ -62,7 +62,7 @@ def running(request_id: str, worker_id: str = "home", **fields: object) -> Runni
 
 
 def choose(placement: Placement, waiting: Waiting) -> str | None:
-    """The worker that a placement chooses, if any."""
+    """Return the id of the worker that a placement chooses, if any."""
     choice = placement.choose(waiting)
     return None if choice is None else choice.worker_id
 
@@ -90,7 +90,7 @@ def paced(
 
 
 class Cluster:
-    """A leader's whole knowledge: its tenure, the workers' views, and who has their slots."""
+    """State of a leader, with its workers' views and the requests in their slots."""
 
     def __init__(
         self, config: RouterConfig = CONFIG, weight_of: Callable[[str], float] | None = None
@@ -129,21 +129,23 @@ class Cluster:
     def connect(self, gateway: str = "g", now: float = 0.0) -> None:
         """Connect a gateway that has no requests."""
         self.leader_state.connect(gateway, now)
-        self.hear(pb.GatewayMessage(is_complete=True), gateway, now)
+        self.receive(pb.GatewayMessage(is_complete=True), gateway, now)
 
-    def hear(
+    def receive(
         self, message: pb.GatewayMessage, gateway: str = "g", now: float = 0.0
     ) -> tuple[list[str], list[str]]:
-        heard = self.leader_state.on_message(gateway, message, now)
-        refused = [refusal.waiting.request_id for refusal in heard.refused]
-        return refused, [replaced.gateway for replaced in heard.replaced]
+        effects = self.leader_state.on_message(gateway, message, now)
+        refused = [refusal.waiting.request_id for refusal in effects.refused]
+        return refused, [replaced.gateway for replaced in effects.replaced]
 
     def enqueue(self, request_id: str, gateway: str = "g", **fields: object) -> None:
-        told = pb.Waiting(**{"request_id": request_id, "prompt_tokens": 32, "choices": 1} | fields)
-        self.hear(pb.GatewayMessage(enqueue=[told]), gateway)
+        message = pb.Waiting(
+            **{"request_id": request_id, "prompt_tokens": 32, "choices": 1} | fields
+        )
+        self.receive(pb.GatewayMessage(enqueue=[message]), gateway)
 
     def runs(self, request_id: str, worker_id: str, gateway: str = "g", **fields: object) -> None:
-        told = pb.Running(
+        message = pb.Running(
             **{
                 "request_id": request_id,
                 "worker_id": worker_id,
@@ -154,7 +156,7 @@ class Cluster:
             }
             | fields
         )
-        self.hear(pb.GatewayMessage(running=[told]), gateway)
+        self.receive(pb.GatewayMessage(running=[message]), gateway)
 
     def place(self, now: float = 0.0, ledger_now: float = 0.0) -> list[Placed]:
         placed = self.leader_state.place(now, ledger_now, 100, lambda: next(self._epochs))

@@ -1,4 +1,4 @@
-"""Certificates for tests, made by openssl, and how Kubernetes gives them to a process."""
+"""Certificates for tests, created by openssl, and a directory of them as Kubernetes mounts it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Pair:
 
 
 class Authority:
-    """Signs certificates. ``ca`` is its own."""
+    """Certificate authority; ``ca`` is its own certificate."""
 
     def __init__(self, directory: Path) -> None:
         found("openssl")
@@ -30,7 +30,7 @@ class Authority:
         _openssl(f"req -x509 {_KEY} -nodes -days 2 {subject} -keyout {self._key} -out {self.ca}")
 
     def issue(self, name: str, names: str = "IP:127.0.0.1", days: int = 2) -> Pair:
-        """Return a certificate for ``names``, a subjectAltName of openssl; -1 days: expired."""
+        """Issue a certificate for ``names``, a subjectAltName of openssl; -1 days: expired."""
         cert, key = self._directory / f"{name}.crt", self._directory / f"{name}.key"
         request, extensions = cert.with_suffix(".csr"), cert.with_suffix(".ext")
         extensions.write_text(f"subjectAltName={names}")
@@ -41,8 +41,10 @@ class Authority:
 
 
 class Secret:
-    """A directory as the kubelet keeps it for a Secret of kubernetes.io/tls: what it holds changes
-    by one link, which leads to another directory."""
+    """Directory as the kubelet maintains it for a Secret of type kubernetes.io/tls.
+
+    All files change at once, because they lead through one symbolic link.
+    """
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir()

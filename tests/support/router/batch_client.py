@@ -81,7 +81,7 @@ async def ended(address: str, batch_id: str, seconds: float = 120.0) -> dict[str
 
 
 async def results(address: str, file_id: str | None) -> dict[str, Any]:
-    """Return the lines of a result file by custom id. None of them is there twice."""
+    """Return the lines of a result file by custom id; check that none is there twice."""
     if file_id is None:
         return {}
     answer = await get(address, f"/v1/files/{file_id}/content")

@@ -96,15 +96,15 @@ class Link(MemoryLedger):
 
 
 class Model(Execution):
-    """Answers lines at once, unless they are told to wait or to fail."""
+    """Model that answers lines at once, unless they are to wait or to fail."""
 
     def __init__(self) -> None:
-        super().__init__(cast("Any", None), {}, 1 << 20)
+        super().__init__(cast("Any", None), {})
         #: number of answers to a line, by its custom id
         self.answered: Counter[str] = Counter()
         #: errors that are raised for a line before it is answered
         self.errors: dict[str, list[EverliftError]] = {}
-        #: lines that wait for ``release``, and those that have arrived there
+        #: lines that wait for ``released``, and those that have reached this wait
         self.held: set[str] = set()
         self.waiting: set[str] = set()
         self.released = asyncio.Event()
@@ -169,7 +169,7 @@ class FakeRouter:
         self.objects.living.discard(self.name)
 
     def kill(self) -> None:
-        """Lose the ledger and the lease; what runs learns of it at its next call."""
+        """Lose the ledger and the lease; running batches notice at their next call."""
         self.link.is_down = True
         self.objects.living.discard(self.name)
 
@@ -223,7 +223,7 @@ class FakeRouter:
         return b"".join([part async for part in self.files.content(caller, file_id, record)])
 
     async def results(self, record: BatchRecord) -> dict[str, str]:
-        """Return "ok", or the code of the error, of each line; none has two results."""
+        """Return "ok" or the error code of each line; check that none has two results."""
         body = record.body("batch_")
         ids = [it for it in (body["output_file_id"], body["error_file_id"]) if it]
         lines = b"".join([await self.content(file_id) for file_id in ids]).splitlines()

@@ -1,4 +1,4 @@
-"""A headless Chromium, Debian's, as Playwright drives it."""
+"""Headless Chromium of Debian, driven by Playwright."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright
+from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright, expect
 
 from tests.support.ledger.ledgers import found
+
+# The page is drawn late on a busy machine.
+expect.set_options(timeout=30_000)
 
 _AXE = Path(__file__).parents[2] / "axe" / "axe.min.js"
 _FLAGS = (
@@ -20,7 +23,7 @@ _FLAGS = (
 
 @asynccontextmanager
 async def browser() -> AsyncIterator[Browser]:
-    """Skips where there is none, but fails when CI=true."""
+    """Run Chromium; without it skip the test, or fail it in CI."""
     path = found("chromium")
     async with async_playwright() as playwright:
         chromium = await playwright.chromium.launch(executable_path=path, args=[*_FLAGS])
@@ -32,7 +35,7 @@ async def browser() -> AsyncIterator[Browser]:
 
 @asynccontextmanager
 async def opened(chromium: Browser, url: str, **options: Any) -> AsyncIterator[Page]:
-    """A page in which nothing may go wrong unseen, and that may load nothing from elsewhere."""
+    """Open ``url`` in a page; fail on errors and on requests to other origins."""
     wrong: list[str] = []
     context = await chromium.new_context(**options)
     page = await context.new_page()
@@ -57,9 +60,9 @@ def _is_wrong(said: ConsoleMessage) -> bool:
 
 
 async def violations(page: Page) -> list[str]:
-    """Return the rules of axe that the page violates, with the elements.
+    """Return the axe rules that the page violates, with the elements.
 
-    The page's policy admits only its own scripts; evaluated scripts are the browser's.
+    Axe is evaluated by the browser, because the page's policy admits only its own scripts.
     """
     await page.evaluate(_AXE.read_text())
     found = await page.evaluate("axe.run(document, {resultTypes: ['violations']})")

@@ -1,4 +1,4 @@
-"""A good stream beside what a test does to its cluster, which must cost nobody else anything."""
+"""Check that a load on a router does not disturb a concurrent stream."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from everlift.client.client import AsyncClient
 from everlift.client.stream import Stream
 
-#: The demo model has an answer to it that is long enough, and the fake one to anything.
+#: Prompt whose answer by the demo model is long enough; the fake model's answers always are.
 PROMPT, COUNT = "count from 17 to 99:", 120
-#: What whoever answers may keep or need for a moment; the inputs of the tests ask for gigabytes.
+#: Most additional memory of the process; the tests' inputs ask for gigabytes.
 _MOST_BYTES = 96 << 20
-#: One turn of the event loop, in seconds of its thread's own CPU: other programs on the machine
-#: cost it little. What is not refused in time takes minutes.
+#: Longest turn of the event loop, in CPU seconds of its thread, which other programs hardly affect.
+#: A request that is not refused in time takes minutes.
 _MOST_CPU_S = 2.0
 
 
@@ -70,14 +70,14 @@ async def _turning() -> AsyncIterator[None]:
 @asynccontextmanager
 async def _bounded() -> AsyncIterator[None]:
     before = _resident("VmRSS")
-    # The peak begins anew.
+    # Reset the peak, VmHWM.
     Path("/proc/self/clear_refs").write_text("5")
     yield
     assert _resident("VmHWM") - before < _MOST_BYTES
 
 
 def _resident(name: str) -> int:
-    """Bytes of this process."""
+    """Return a memory size of this process in bytes."""
     [line] = (
         line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)
     )

@@ -1,4 +1,4 @@
-"""Chat templates in the style of well-known families, tools, and what parsers tell, for tests."""
+"""Chat templates in the style of well-known families, tools, and helpers to parse outputs."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ def chat_template(directory: Path, text: str, config: RouterConfig | None = None
     return template
 
 
-def told(parser: Parser, pieces: Iterable[str]) -> list[Delta]:
-    """All that ``parser`` tells of a whole output."""
+def parsed(parser: Parser, pieces: Iterable[str]) -> list[Delta]:
+    """Return the deltas that ``parser`` makes of a whole output, joined."""
     return joined([*(delta for piece in pieces for delta in parser.feed(piece)), *parser.finish()])
 
 
 def joined(deltas: Sequence[Delta]) -> list[Delta]:
-    """The same, neighbours of one sort as one."""
+    """Join adjacent deltas of the same kind."""
     gathered = Deltas()
     for delta in deltas:
         match delta:
@@ -118,7 +118,7 @@ Plain = str | tuple[str, str] | Reasoning
 
 
 def plain(deltas: Iterable[Delta]) -> list[Plain]:
-    """Contents, reasoning, and calls as their names and arguments."""
+    """Return contents, reasoning, and calls as pairs of name and arguments."""
     found: list[Plain] = []
     for delta in deltas:
         match delta:
@@ -136,4 +136,4 @@ def plain(deltas: Iterable[Delta]) -> list[Plain]:
 
 def read(text: str, form: ToolFormat | None, use: ToolUse = USE) -> list[Plain]:
     """Return the parsed deltas of an output."""
-    return plain(told(use.parser(form, "request", 0), [text]))
+    return plain(parsed(use.parser(form, "request", 0), [text]))

@@ -1,10 +1,10 @@
-"""Pictures of the console as a cluster serves: workers come with the queue, and one is killed.
+"""Pictures of the console of a serving cluster that scales out and loses a worker.
 
     python tests/support/router/console_picture.py [--out pictures/console.png] [--all DIR]
 
-Ray Serve runs the fake model; three tenants send requests faster than the first workers can answer.
-``--out`` is the top of the page, for a README; ``--all`` leaves the whole page in a folder, wide
-and narrow, dark and light.
+Ray Serve runs the fake model; three tenants send more requests than the first workers can serve.
+``--out`` is a picture of the top of the page, for a README. ``--all`` is a folder for pictures of
+the whole page: wide and narrow, dark and light.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from tests.support.router.keyring import Keyring
 from worker.config import FakeModel, WorkerConfig
 
 _TENANTS = ("atlas", "birch", "cobalt")
-#: Requests a second, and their tokens.
+#: Requests per second of all tenants, and ranges of prompt and output lengths in tokens.
 _RATE = 3.5
 _PROMPT, _OUTPUT = (60, 900), (60, 420)
-_PATIENCE_MS = 60_000
-#: Of the README's column, at which a screen has two dots a pixel.
+_TIMEOUT_MS = 60_000
+#: Size of the page in CSS pixels: the README's column, at a device scale factor of 2.
 _WIDTH, _HEIGHT, _MARGIN = 1000, 1240, 13
 _THEMES: tuple[Literal["dark", "light"], ...] = ("dark", "light")
 
@@ -64,7 +64,7 @@ def config(state_dir: Path, keyring: Keyring) -> Config:
 
 
 class Load:
-    """Requests of one tenant that come by chance until this is cancelled."""
+    """Poisson arrivals of one tenant's requests, until cancelled."""
 
     def __init__(self, client: AsyncClient, seed: int) -> None:
         self._client = client
@@ -114,11 +114,11 @@ async def _watch(chromium: Browser, url: str, key: str, out: Path, folder: Path 
     window = {"width": _WIDTH, "height": _HEIGHT}
     async with opened(chromium, url, viewport=window, device_scale_factor=2) as page:
         await _enter(page, key)
-        await expect(page.locator("#grid .cell")).to_have_count(4, timeout=_PATIENCE_MS)
+        await expect(page.locator("#grid .cell")).to_have_count(4, timeout=_TIMEOUT_MS)
         await page.wait_for_timeout(20_000)
         await _kill(page)
         arrow = page.locator("#lanes-arrows path[data-cause=worker_lost]")
-        await expect(arrow.nth(3)).to_be_attached(timeout=_PATIENCE_MS)
+        await expect(arrow.nth(3)).to_be_attached(timeout=_TIMEOUT_MS)
         await page.wait_for_timeout(6_000)
         await _shoot(page, out)
         if folder is not None:
@@ -144,7 +144,7 @@ async def _enter(page: Page, key: str) -> None:
 
 
 async def _kill(page: Page) -> None:
-    """The first worker that has lanes."""
+    """Kill the first worker that has lanes."""
     await page.select_option("#chaos-target", index=4)
     await page.click("#chaos-form button")
     await page.click("#confirm button[value=yes]")
@@ -152,8 +152,8 @@ async def _kill(page: Page) -> None:
 
 async def _look_up(page: Page) -> None:
     """Look up a request that was migrated."""
-    told = await page.locator("#happened li[data-kind=migrated]").first.inner_text()
-    name = next(word for word in told.split() if "/" in word)
+    event_text = await page.locator("#happened li[data-kind=migrated]").first.inner_text()
+    name = next(word for word in event_text.split() if "/" in word)
     await page.fill("#request-id", name)
     await page.press("#request-id", "Enter")
     await expect(page.locator("#request-answer")).to_contain_text("Attempts")

@@ -1,4 +1,4 @@
-"""A cluster of which a console's aggregator is told, without one."""
+"""Fake cluster for tests of a console's aggregator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Link:
     running: list[inference_pb2.RunningSequence] = field(default_factory=list)
 
     def seat(self, *request_ids: str, prefilling: bool = False) -> None:
-        """Fill the worker's slots with these requests, from the first one on."""
+        """Put the requests into the worker's slots in order; an empty id leaves a slot free."""
         self.running = [
             inference_pb2.RunningSequence(request_id=name, slot=slot, prefilling=prefilling)
             for slot, name in enumerate(request_ids)
@@ -64,7 +64,7 @@ class EffectiveSettings:
 
 @dataclass
 class FakeCluster:
-    """All parts of a router that a snapshot looks at, in one."""
+    """All parts of a router that a snapshot reads, in one object."""
 
     links: list[Link] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)

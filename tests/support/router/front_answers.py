@@ -20,7 +20,7 @@ from tests.support.router.http_client import JSON, ask
 
 
 class Answer(NamedTuple):
-    """``slug`` is empty where it is no error; ``status`` is gRPC's or HTTP's."""
+    """Answer of a front; ``slug`` is empty on success, ``status`` is gRPC's or HTTP's."""
 
     slug: str = ""
     message: str = ""
@@ -37,9 +37,9 @@ async def answer(call: Any) -> Answer:
             pass
     except grpc.aio.AioRpcError as error:
         details = dict(error.trailing_metadata() or ())[wire.DETAILS]
-        told = error_details.decode(cast("bytes", details))
-        assert told is not None
-        return Answer(told.slug, error.details() or "", error.code().name)
+        decoded = error_details.decode(cast("bytes", details))
+        assert decoded is not None
+        return Answer(decoded.slug, error.details() or "", error.code().name)
     return Answer()
 
 
@@ -60,8 +60,8 @@ async def many(parts: Cluster, given: Fields, headers: Mapping[str, str]) -> Ans
         async for response in stub.GenerateMany(message, metadata=tuple(headers.items())):
             for piece in response.pieces:
                 if piece.HasField("failure"):
-                    slug, told = piece.failure.slug, piece.failure.message
-                    return Answer(slug, told, BY_SLUG[slug].grpc_status)
+                    slug, message = piece.failure.slug, piece.failure.message
+                    return Answer(slug, message, BY_SLUG[slug].grpc_status)
     return Answer()
 
 
@@ -80,7 +80,7 @@ def _native(given: Fields) -> pb.GenerateRequest:
 
 
 def _named(given: Fields) -> dict[str, Any]:
-    """Return the fields; None is a field that is not set."""
+    """Return the fields that are set, with a default ``max_tokens``; None means unset."""
     named = {"max_tokens": 1, **given}
     return {name: value for name, value in named.items() if value is not None}
 
@@ -117,10 +117,10 @@ async def http(parts: Cluster, given: Fields, headers: Mapping[str, str]) -> Ans
     if "choice" in body:
         body["structured_outputs"] = {"choice": body.pop("choice")}
     address = parts.routers[0].http_address
-    told = await ask(address, "/v1/completions", body, {**JSON, **headers})
-    if told.status == 200:
+    response = await ask(address, "/v1/completions", body, {**JSON, **headers})
+    if response.status == 200:
         return Answer()
-    return Answer(told.error[0], told.json["error"]["message"], told.status)
+    return Answer(response.error[0], response.json["error"]["message"], response.status)
 
 
 async def chat(parts: Cluster, given: Fields, headers: Mapping[str, str]) -> Answer:
@@ -130,10 +130,10 @@ async def chat(parts: Cluster, given: Fields, headers: Mapping[str, str]) -> Ans
     if "logprobs" in body:
         body["logprobs"], body["top_logprobs"] = True, body["logprobs"]
     address = parts.routers[0].http_address
-    told = await ask(address, "/v1/chat/completions", body, {**JSON, **headers})
-    if told.status == 200:
+    response = await ask(address, "/v1/chat/completions", body, {**JSON, **headers})
+    if response.status == 200:
         return Answer()
-    return Answer(told.error[0], told.json["error"]["message"], told.status)
+    return Answer(response.error[0], response.json["error"]["message"], response.status)
 
 
 FRONTS: dict[str, Front] = {"native": native, "KServe": kserve, "HTTP": http}

@@ -45,7 +45,7 @@ class Fronts:
     async def native(
         self, request: pb.GenerateRequest | bytes, headers: Headers = NO_HEADERS
     ) -> Refusal | None:
-        """``request`` may be bytes that no client would send."""
+        """Send a native request; bytes are sent unchanged, even invalid ones."""
         data = request if isinstance(request, bytes) else request.SerializeToString()
         async with grpc.aio.insecure_channel(self.grpc) as channel:
             call = channel.unary_stream(GENERATE)(data, metadata=tuple(headers.items()))
@@ -64,7 +64,10 @@ class Fronts:
         headers: Headers = NO_HEADERS,
         more: Sequence[tuple[str, str, Sequence[int], bytes]] = (),
     ) -> Refusal | None:
-        """``text`` is the prompt; ``more`` are tensors: name, datatype, shape, what they hold."""
+        """Send a KServe request with the prompt ``text``.
+
+        ``more`` are further tensors: name, datatype, shape and contents.
+        """
         request = kserve_pb.ModelInferRequest(model_name=self.model)
         inputs = [("text_input", "BYTES", [1], element(text))] if text is not None else []
         for name, datatype, shape, raw in [*inputs, *more]:
@@ -111,12 +114,12 @@ async def demo_fronts(directory: Path = DEMO_MODEL, **settings: Any) -> AsyncIte
 
 
 Send = Callable[[Fronts], Awaitable[Refusal | None]]
-#: By name: what becomes of a request, None where it is served.
+#: By name: the expected refusal, or None if the request is served; and the sender.
 Cases = dict[str, tuple[Refusal | None, Send]]
 
 
 async def check(fronts: Fronts, cases: Cases) -> None:
-    """All of them, one after the other, beside one good stream."""
+    """Check the outcome of each case, one after the other, beside one undisturbed stream."""
     async with beside_a_good_stream(fronts.grpc):
         became = {name: await send(fronts) for name, (_, send) in cases.items()}
     assert became == {name: expected for name, (expected, _) in cases.items()}
@@ -127,7 +130,7 @@ def native(**fields: Any) -> Send:
 
 
 def raw(number: int, data: bytes) -> Send:
-    """``data`` as that field of a native request."""
+    """Return a sender of a native request whose field ``number`` is ``data``."""
     return lambda fronts: fronts.native(_varint(number << 3 | 2) + _varint(len(data)) + data)
 
 
@@ -136,7 +139,7 @@ def kserve(text: bytes | None = b"a", **parameters: object) -> Send:
 
 
 def tensor(name: str, datatype: str, shape: Sequence[int], data: bytes) -> Send:
-    """The only one of a KServe request."""
+    """Return a sender of a KServe request with this tensor only."""
     return lambda fronts: fronts.kserve({}, None, more=[(name, datatype, shape, data)])
 
 
@@ -153,7 +156,7 @@ def tokenize(**fields: Any) -> Send:
 
 
 def said(content: object) -> dict[str, object]:
-    """A chat's message."""
+    """Return a chat message of the user."""
     return {"role": "user", "content": content}
 
 
@@ -177,6 +180,6 @@ def _set(parameter: kserve_pb.InferParameter, value: object) -> None:
 
 
 def _varint(value: int) -> bytes:
-    """Return a number as protobuf writes it."""
+    """Return a number as a varint of protobuf."""
     septets = [value >> shift & 0x7F for shift in range(0, max(value.bit_length(), 1), 7)]
     return bytes([*(septet | 0x80 for septet in septets[:-1]), septets[-1]])

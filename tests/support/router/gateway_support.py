@@ -1,4 +1,4 @@
-"""A gateway for tests: a recorded worker and a recorded queue around it, everything in reach."""
+"""Gateway for tests, with a recorded worker and a recorded leader client around it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RecordedWorkers:
 
 
 class RecordedReservation:
-    """``leader_knows`` is its answer where it has begun."""
+    """Reservation that records its outcome; ``confirm`` returns ``leader_knows``."""
 
     def __init__(self, dispatch: Dispatch, leader_knows: bool = True) -> None:
         self.dispatch = dispatch
@@ -85,7 +85,7 @@ class RecordedReservation:
 
 
 class RecordedLine:
-    """Records the messages that the leader would get; ``reservation`` is the next request's."""
+    """Recorder in place of the leader's client; ``reservation`` is that of the next request."""
 
     reservation: RecordedReservation | None = None
     is_quiet = True
@@ -98,7 +98,7 @@ class RecordedLine:
         #: output tokens, by request id and class
         self.outputs: Counter[tuple[str, int]] = Counter()
         self.tpot_ratios: list[float] = []
-        #: of requests that ended: sessions, and their output tokens
+        #: session and output tokens of each request that ended
         self.session_outputs: list[tuple[int, int]] = []
         self.generations: list[str] = []
         #: prompt tokens that some worker has cached
@@ -134,7 +134,7 @@ class RecordedLine:
 
 
 class Gateway:
-    """Gateway with access to everything around it."""
+    """Gateway with access to all its collaborators."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class Gateway:
         self.make(epoch, offset, "", waited_s=0.0)
 
     async def lose(self, live: LiveRequest, *, in_step: bool, offset: int = 0) -> None:
-        """Dispatch the request to a worker, which is lost."""
+        """Dispatch the request to a worker, and lose it, ``in_step`` or before the first step."""
         epoch = await self.dispatch(live.request_id)
         if in_step:
             self.begin_step(epoch, offset)
@@ -279,7 +279,7 @@ async def started_gateway(
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.001)
 

@@ -1,4 +1,4 @@
-"""HTTP/1.1 as a client speaks it that hides nothing: every status, header and event as it came."""
+"""HTTP/1.1 client that exposes every status, header and event as received."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 JSON = {"content-type": "application/json"}
-#: A client of these reads all that an event has.
+#: Accept header of a client that reads server-sent events.
 EVENTS = "text/event-stream"
 
 
@@ -48,7 +48,7 @@ class Event:
 
 
 class Stream:
-    """An answer that is read as it comes."""
+    """Answer that is read incrementally."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -101,7 +101,7 @@ async def streamed(
     headers: Mapping[str, str] = JSON,
     method: str = "POST",
 ) -> AsyncIterator[Stream]:
-    """``body`` is JSON, or bytes as they are."""
+    """Send a request and yield its answer; ``body`` is JSON, or bytes that are sent unchanged."""
     host, port = address.rsplit(":", 1)
     data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     fields = {"host": address, "content-length": str(len(data)), "accept": EVENTS, **headers}

@@ -1,4 +1,4 @@
-"""A journal for tests, with its request's output and its worker beside it."""
+"""Journal for tests, with its request's output and its worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from router.requests.timing import Journal
 
 
 @dataclass
-class HeardWorker:
+class StubWorker:
     last_message_at: float = 0.0
     decoding: session_pb2.TimeBreakdown = field(default_factory=session_pb2.TimeBreakdown)
     arithmetic: str | None = "fake"
@@ -18,7 +18,7 @@ class HeardWorker:
 class WatchedJournal(Journal):
     def __init__(self, called_at: float) -> None:
         super().__init__(called_at)
-        self.worker = HeardWorker()
+        self.worker = StubWorker()
         self.output: list[int] = []
         self.outputs = (self.output,)
 
@@ -36,7 +36,7 @@ class WatchedJournal(Journal):
         decoding: session_pb2.TimeBreakdown | None = None,
         **news: object,
     ) -> None:
-        """The worker's next frame, in which so many tokens of the request are new."""
+        """Receive the worker's next frame, with ``num_new`` new tokens of the request."""
         self.worker.last_message_at = now
         if decoding is not None:
             self.worker.decoding = decoding

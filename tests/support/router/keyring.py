@@ -1,4 +1,4 @@
-"""Keys for tests, made as operators make them, in a file."""
+"""API keys for tests, created in a file as operators create them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Keyring:
         self._store = FileStore(path)
 
     async def key(self, tenant: str, *scopes: Scope) -> str:
-        """A new one, good for requests where nothing else is said."""
+        """Create and return a key; without ``scopes`` it permits inference."""
         key_id, secret = keys.new_id(), keys.new_secret()
         key = Key(
             tenant,

@@ -1,5 +1,4 @@
-"""Streams whose work is put off: in which order they get to it nobody can rely on, but for what
-they were told to wait for."""
+"""Copy streams that defer their work, and run it in random order except for explicit waits."""
 
 from __future__ import annotations
 
@@ -21,11 +20,11 @@ class Mark:
 
 
 class LazyStream:
-    """Stream that ignores waits for the streams ``deaf_to``."""
+    """Stream that ignores waits for the streams ``ignored``."""
 
-    def __init__(self, name: str, deaf_to: frozenset[str]) -> None:
+    def __init__(self, name: str, ignored: frozenset[str]) -> None:
         self._name = name
-        self._deaf_to = deaf_to
+        self._ignored = ignored
         self.work: deque[Mark | Callable[[], object]] = deque()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -44,7 +43,7 @@ class LazyStream:
         return mark
 
     def wait(self, mark: Mark) -> None:
-        if mark.stream not in self._deaf_to:
+        if mark.stream not in self._ignored:
             self.work.append(mark)
 
     @property
@@ -59,13 +58,15 @@ class LazyStream:
 
 
 class LazyDevice:
-    """Three streams. Of a pair (waiting, awaited) in ``deaf`` the first does not wait for the
-    second."""
+    """Three lazy streams.
 
-    def __init__(self, rng: Random, deaf: frozenset[tuple[str, str]] = frozenset()) -> None:
+    For a pair (waiting, awaited) in ``ignored``, the first stream ignores waits for the second.
+    """
+
+    def __init__(self, rng: Random, ignored: frozenset[tuple[str, str]] = frozenset()) -> None:
         self._rng = rng
         self.compute, self._out, self._into = (
-            LazyStream(name, frozenset(of for who, of in deaf if who == name)) for name in _NAMES
+            LazyStream(name, frozenset(of for who, of in ignored if who == name)) for name in _NAMES
         )
 
     @property
@@ -73,8 +74,10 @@ class LazyDevice:
         return CopyStreams(self.compute, self._out, self._into)
 
     def finish(self) -> None:
-        """Does all that was put off. One of the streams is slow: it goes on where no other can, or
-        else now and then."""
+        """Run all deferred work in a random order that respects waits.
+
+        The streams have random priorities: the last one mostly runs only when no other can.
+        """
         streams = [self.compute, self._out, self._into]
         self._rng.shuffle(streams)
         while any(stream.work for stream in streams):

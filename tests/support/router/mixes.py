@@ -1,8 +1,8 @@
-"""Requests as an LLM's clients send them, and how long their outputs become: made up.
+"""Made-up mixes of LLM requests and their output lengths.
 
-Of each kind of request the output's length is drawn from a log-normal distribution of its own, so
-that equal prompts have random lengths too, and prompts are as long as their texts happen to be,
-which says nothing of what follows. Who knows the kind knows all that can be known: the oracle.
+Each kind of request has a log-normal distribution of output lengths, so that equal prompts have
+random lengths too. Within a kind, prompt lengths say nothing about output lengths. An oracle that
+knows the kind thus knows all that can be known.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ _NOUNS = (
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """``texts`` are asked, with a noun for {noun} and a text of any length for {text}. Lengths of
-    outputs in tokens are log-normal: ``median``, and ``sigma`` of the logarithm."""
+    """Kind of request.
+
+    ``texts`` are prompts with a noun for {noun} and a text of random length for {text}. Output
+    lengths in tokens are log-normal with ``median``, and ``sigma`` of the logarithm.
+    """
 
     texts: tuple[str, ...]
     median: float
@@ -36,7 +39,7 @@ class Kind:
 class Application:
     name: str
     tenant: str
-    #: before each prompt
+    #: system prompt, put before each prompt
     system: str
     kinds: tuple[Kind, ...]
     weight: float = 1.0
@@ -44,7 +47,10 @@ class Application:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """``mean_tokens`` are expected by who knows the kind; ``arrived`` is in seconds."""
+    """Request drawn from a mix.
+
+    ``mean_tokens`` is the mean of its kind, an oracle's prediction; ``arrived`` is in seconds.
+    """
 
     application: str
     tenant: str
@@ -109,7 +115,7 @@ def drawn(
     per_s: float = 1.0,
     began: float = 0.0,
 ) -> Iterator[Drawn]:
-    """Without an end, by arrival."""
+    """Yield requests without end, by arrival, at a rate of ``per_s``."""
     arrived = began
     weights = [application.weight for application in applications]
     while True:

@@ -1,5 +1,7 @@
-"""Other people's clients, in the environment that `make` makes for them: .venv-clients, or what
-EVERLIFT_CLIENTS_VENV names."""
+"""Third-party clients, in the environment that `make` creates for them.
+
+It is .venv-clients, or the directory that EVERLIFT_CLIENTS_VENV names.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ _BIN = Path(os.environ.get("EVERLIFT_CLIENTS_VENV") or ROOT / ".venv-clients") /
 
 
 def program(name: str) -> str:
-    """A path of what is installed there: python, schemathesis."""
+    """Return the path of a program that is installed there, such as python or schemathesis."""
     path = _BIN / name
     assert path.exists(), f"{path} is missing: make .venv-clients/.installed"
     return str(path)

@@ -1,4 +1,4 @@
-"""An OTLP collector that keeps what it is sent."""
+"""OTLP collector that keeps the traces that it receives."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Collector(service.TraceServiceServicer):
         ]
 
     def trace(self, trace_id: str) -> dict[str, list[Span]]:
-        """The spans of one trace by name, in the order of their beginnings, outer ones first."""
+        """Return the spans of a trace by name, ordered by their start, outer ones first."""
         spans = [span for span in self.spans if span.trace_id.hex() == trace_id]
         spans.sort(key=lambda span: (span.start_time_unix_nano, -span.end_time_unix_nano))
         names = dict.fromkeys(span.name for span in spans)

@@ -1,5 +1,8 @@
-"""Requests, gateways' entrances, a leader and engines in virtual time: the product's decisions and
-schedulers, steps that take what a roofline says, and neither messages nor a ledger."""
+"""Simulation of overload: requests, gateways, a leader and engines in virtual time.
+
+It uses the product's decisions and schedulers, and step times of a roofline, without transport and
+ledger.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +30,18 @@ from tests.support.worker.worker_support import limits
 from worker.engine.outcome import Outcome
 from worker.engine.plan import Plan, RowResult
 
-#: A model on some GPU: 20 ms a step, and 20,000 tokens of prompts a second.
+#: Some model and GPU: 20 ms per step, and 20,000 prompt tokens per second.
 ROOFLINE = Roofline(overhead_s=0.002, weights_s=0.018, token_s=5e-5, kv_token_s=3e-7)
-#: What clients want: the first token, and then one each.
+#: Clients' targets of TTFT and TPOT.
 TTFT_S, TPOT_S = 1.0, 0.05
-#: Of a row that draws no token, and of one that does.
+#: Results of a row that samples no token, and of one that samples one.
 _RESULTS = (RowResult(), RowResult((TOKEN,)))
 _NETWORK_S = 0.001
 
 
 @dataclass(slots=True)
 class Asked:
-    """A request and what became of it. Times are seconds."""
+    """Request and its outcome; times are in seconds."""
 
     name: str
     arrived: float
@@ -46,22 +49,22 @@ class Asked:
     output_tokens: int
     priority: int = 0
     ttft_target_s: float = TTFT_S
-    #: of all its tokens
+    #: of the whole output, after arrival
     deadline_s: float = inf
-    #: that are known of its output when it comes
+    #: output tokens that it has at least, as known on arrival
     least_tokens: int = 1
-    #: of the first try
+    #: as predicted when it was queued
     predicted_ttft_s: float | None = None
     predicted_tpot_s: float | None = None
     first_token: float | None = None
     ended: float | None = None
-    #: its deadline came while a worker had it
+    #: whether its deadline passed while it ran on a worker
     is_cut_off: bool = False
     refusals: list[tuple[float, EverliftError]] = field(default_factory=list)
 
     @property
     def is_good(self) -> bool:
-        """Return whether the first token and the others arrived as soon as required."""
+        """Return whether TTFT and TPOT meet their targets."""
         if self.ended is None or self.first_token is None:
             return False
         return self.first_token - self.arrived <= TTFT_S and self.tpot_s <= TPOT_S
@@ -73,7 +76,7 @@ class Asked:
 
 
 class Clock:
-    """Events in the order of their times."""
+    """Virtual clock that runs events in the order of their times."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -91,21 +94,21 @@ class Clock:
 
 
 class VirtualEngine(Bench):
-    """``tell`` is called after each step with what came of it."""
+    """Scheduler with virtual step times; ``on_outcomes`` receives the outcomes of each step."""
 
-    def __init__(self, clock: Clock, tell: Callable[[list[Outcome]], None]) -> None:
+    def __init__(self, clock: Clock, on_outcomes: Callable[[list[Outcome]], None]) -> None:
         super().__init__(
             limits(num_blocks=4000, max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4096)
         )
         self._clock = clock
-        self._tell = tell
+        self._on_outcomes = on_outcomes
         self._is_stepping = False
         self._aborted: set[int] = set()
         self.busy_s = 0.0
         self._said = 0
 
     def commit(self, plan: Plan) -> list[Outcome]:
-        """Without a look at the books after each step."""
+        """Commit a step without checking the integrity of the scheduler."""
         return self.scheduler.commit(plan, [_RESULTS[row.samples] for row in plan.rows])
 
     def begin(self, epoch: int, asked: Asked) -> None:
@@ -137,7 +140,7 @@ class VirtualEngine(Bench):
     def _stepped(self, plan: Plan, seconds: float) -> None:
         self._is_stepping = False
         self.busy_s += seconds
-        self._tell(self.commit(plan))
+        self._on_outcomes(self.commit(plan))
         self._step_on()
 
     def load(self) -> Load:
@@ -164,8 +167,11 @@ class VirtualEngine(Bench):
 
 
 class VirtualCluster:
-    """``comes_back``: who is refused tries again when it is told to, at the same one of the
-    ``num_gateways``; without names (not ``has_names``) as another one there."""
+    """Cluster in virtual time.
+
+    With ``comes_back``, a refused request retries after its Retry-After. Its name selects one of
+    the ``num_gateways`` gateways. Without ``has_names``, each try has a new name.
+    """
 
     def __init__(
         self,
@@ -182,7 +188,9 @@ class VirtualCluster:
         self._leader = Cluster(config)
         self._leader.connect()
         self.leader_state = self._leader.leader_state
-        self._entrances = [EarlyRejection(config, random.Random(n)) for n in range(num_gateways)]
+        self._early_rejections = [
+            EarlyRejection(config, random.Random(n)) for n in range(num_gateways)
+        ]
         self._lengths = OutputLengths()
         self._epochs = count(1)
         self._asked: dict[str, Asked] = {}
@@ -212,8 +220,8 @@ class VirtualCluster:
         self.leader_state.update_estimates(now)
         self.leader_state.prune(now)
         [queue_estimate] = self.leader_state.queue_estimates()
-        for entrance in self._entrances:
-            entrance.queue_estimates[""] = queue_estimate
+        for early_rejection in self._early_rejections:
+            early_rejection.queue_estimates[""] = queue_estimate
         self._place()
         self.clock.at(now + TICK_S, self._tick)
 
@@ -223,9 +231,9 @@ class VirtualCluster:
             asked.name = unnamed_request_id(str(next(self._unnamed)))
         self._asked[asked.name] = asked
         try:
-            entrance = self._early_rejection(asked.name)
-            entrance.admit(asked.name, "", asked.priority, now)
-            entrance.check_in_time(
+            early_rejection = self._early_rejection(asked.name)
+            early_rejection.admit(asked.name, "", asked.priority, now)
+            early_rejection.check_in_time(
                 asked.name,
                 "",
                 asked.priority,
@@ -238,7 +246,7 @@ class VirtualCluster:
             self._refused(asked, error)
             return
         predicted = round(self._lengths.mean)
-        told = pb.Waiting(
+        entry = pb.Waiting(
             request_id=asked.name,
             arrived=now,
             prompt_tokens=asked.prompt_tokens,
@@ -251,10 +259,10 @@ class VirtualCluster:
             predicted_tokens=predicted,
             predicted_total=asked.prompt_tokens + predicted,
         )
-        heard = self.leader_state.on_message("g", pb.GatewayMessage(enqueue=[told]), now)
+        effects = self.leader_state.on_message("g", pb.GatewayMessage(enqueue=[entry]), now)
         if asked.deadline_s < inf:
             self.clock.at(now + asked.deadline_s, lambda: self._cut_off(asked))
-        for refusal in heard.refused:
+        for refusal in effects.refused:
             self._refuse(refusal)
         self._place()
 
@@ -279,7 +287,7 @@ class VirtualCluster:
         self._refused(self._asked[name], error)
 
     def _early_rejection(self, name: str) -> EarlyRejection:
-        return self._entrances[crc32(name.encode()) % len(self._entrances)]
+        return self._early_rejections[crc32(name.encode()) % len(self._early_rejections)]
 
     def _refused(self, asked: Asked, error: EverliftError) -> None:
         asked.refusals.append((self.clock.now, error))
@@ -332,7 +340,7 @@ class VirtualCluster:
         self.leader_state.on_message("g", message, now)
 
     def play(self, load: Iterable[Asked], seconds: float) -> list[Asked]:
-        """Run the load for ``seconds``; return its requests."""
+        """Simulate ``load`` for ``seconds``; return its requests."""
         load = list(load)
         for asked in load:
             self.clock.at(asked.arrived, lambda it=asked: self.come(it))
@@ -341,7 +349,7 @@ class VirtualCluster:
 
 
 def chats(rate: float, seconds: float, seed: int = 1) -> list[Asked]:
-    """Requests that come at random (Poisson) at this rate, with log-normal lengths."""
+    """Return Poisson arrivals of ``rate`` requests per second, with log-normal lengths."""
     dice, load, now = random.Random(seed), [], 0.0
     while (now := now + dice.expovariate(rate)) < seconds:
         prompt = min(2000, max(8, round(dice.lognormvariate(5.0, 0.8))))

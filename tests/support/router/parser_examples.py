@@ -1,4 +1,4 @@
-"""Outputs in each format of tool calls and reasoning, and what parsers make of them."""
+"""Outputs in each format of tool calls and reasoning, and their expected parses."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ TOOLS = [
     ),
     _tool("get_time"),
 ]
-#: the same without any function that the examples call
+#: tools that no example calls
 OTHER_TOOLS = [_tool("unrelated")]
 
 
 @dataclass(frozen=True)
 class Example:
-    """Output of a model, and what a parser makes of it. ``prompt`` is the end of its prompt."""
+    """Output of a model and its expected parse; ``prompt`` is the end of its prompt."""
 
     text: str
     expected: Sequence[Plain]
@@ -356,13 +356,13 @@ TOOL_EXAMPLES: Mapping[str, Sequence[Example]] = {
     "deepseek": _DEEPSEEK,
     "gpt_oss": _GPT_OSS,
 }
-#: Tool calls in them are in the format of Hermes, except those of gpt-oss.
+#: Tool calls in these outputs are in the format of Hermes, except those of gpt-oss.
 REASONING_EXAMPLES: Mapping[str, Sequence[Example]] = {
     "think": _thought("<think>", "</think>"),
     "mistral_think": _thought("[THINK]", "[/THINK]"),
     "gpt_oss": _GPT_OSS,
 }
-#: Texts of which random outputs in a format are made, besides its marks.
+#: Fragments of random outputs in a format, beside its markers.
 FRAGMENTS: Mapping[str, Sequence[str]] = {
     "hermes": ('{"name": "get_time"', ', "arguments": ', "{", "}", '"', "\\u00e4", "\n"),
     "llama3": ('{"name": "get_time"', ', "parameters": ', "{", "}", ";", '"', "\\ud83d"),

@@ -1,4 +1,4 @@
-"""Requests of made-up mixes, as a predictor meets them, and models that were learnt from them."""
+"""Requests of made-up mixes as a predictor receives them, and trained predictors."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def learnt(
     applications: tuple[Application, ...] = APPLICATIONS,
     names_applications: bool = True,
 ) -> tuple[str, Report]:
-    """A predictor's file, and what it is worth."""
-    told = examples(seed, number, applications, names_applications=names_applications)
-    return trained(served().name, told)
+    """Return a trained predictor's file and the report on its quality."""
+    training_examples = examples(seed, number, applications, names_applications=names_applications)
+    return trained(served().name, training_examples)
 
 
 def request(it: Drawn, **changes: Any) -> Request:
-    """Return a request as a gateway has it; its outputs may end by themselves."""
+    """Return a request as a gateway has it; its outputs end at EOS."""
     model = served()
     made = Request(
         request_id=qualify(it.tenant, "r"),

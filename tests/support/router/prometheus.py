@@ -1,4 +1,4 @@
-"""A Prometheus server that reads routers on this machine, and what it answers."""
+"""Prometheus server that scrapes routers on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from tests.support.free_port import free_port
 from tests.support.ledger.ledgers import found
 
-_PATIENCE_S = 30.0
+_TIMEOUT_S = 30.0
 
 
 class Prometheus:
@@ -24,7 +24,7 @@ class Prometheus:
         self._url = f"http://127.0.0.1:{port}"
 
     async def query(self, expression: str) -> list[Any]:
-        """The results at this moment. Raises AssertionError with the cause of a bad query."""
+        """Return the present results of a query; raise AssertionError if it is invalid."""
         query = urllib.parse.urlencode({"query": expression})
         return list((await self._get(f"/api/v1/query?{query}"))["data"]["result"])
 
@@ -43,13 +43,13 @@ class Prometheus:
 
 
 def _read(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=_PATIENCE_S) as answer:
+    with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
         return bytes(answer.read())
 
 
 @asynccontextmanager
 async def prometheus(directory: Path, targets: Sequence[str]) -> AsyncIterator[Prometheus]:
-    """Reads ``targets`` once a second as the job ``everlift``, while it is there."""
+    """Run a server that scrapes ``targets`` every second as the job ``everlift``."""
     port = free_port()
     config = directory / "prometheus.yml"
     scrape = {"job_name": "everlift", "static_configs": [{"targets": list(targets)}]}
@@ -66,7 +66,7 @@ async def prometheus(directory: Path, targets: Sequence[str]) -> AsyncIterator[P
         )
     try:
         server = Prometheus(port)
-        async with asyncio.timeout(_PATIENCE_S):
+        async with asyncio.timeout(_TIMEOUT_S):
             while not await server.is_ready():
                 assert process.poll() is None, (directory / "prometheus.log").read_text()
                 await asyncio.sleep(0.1)

@@ -1,13 +1,13 @@
-"""A way to a server that can be slow, silent or broken: TCP or unix socket at either end.
+"""Proxy to a server that can be slow, silent or broken; either end is TCP or a unix socket.
 
-async with proxy("127.0.0.1:6379") as way:   # or a socket's path; a second one: where to listen
+async with proxy("127.0.0.1:6379") as way:  # or a unix socket's path
     connect(way.address)
-    way.delay_s = 0.2          # every answer comes so much later
-    way.reset_after = 5        # the next answer breaks off after so many bytes
-    way.cut()                  # every connection breaks off, now
-    with way.silent(): ...     # nothing passes; connections live through it
-    with way.closed(): ...     # every connection breaks off, at once
-    with way.deaf(): ...       # the server hears everything, its answers are lost
+    way.delay_s = 0.2          # delays every answer by 0.2 s
+    way.reset_after = 5        # breaks the connection after 5 bytes of the next answer
+    way.cut()                  # breaks every connection
+    with way.silent(): ...     # forwards nothing; connections survive
+    with way.closed(): ...     # breaks every connection, and new ones at once
+    with way.drop_answers(): ...       # forwards requests, but drops answers
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 _PIECE = 1 << 16
-#: Pieces on their way back; a server that is faster waits.
+#: Most pieces of answers that are buffered; a faster server waits.
 _UNDER_WAY = 64
 
 
@@ -35,7 +35,7 @@ async def proxy(target: str, listen: Path | None = None) -> AsyncIterator[Proxy]
 
 
 class Proxy:
-    """``listen`` is a socket's path; without one it is a free port of 127.0.0.1."""
+    """Proxy to ``target`` that listens on the socket ``listen``, or on a free port of 127.0.0.1."""
 
     def __init__(self, target: str, listen: Path | None = None) -> None:
         self._target = target
@@ -45,11 +45,11 @@ class Proxy:
         self.passes = asyncio.Event()
         self.passes.set()
         self.is_closed = False
-        self.is_deaf = False
+        self.drops_answers = False
         self.delay_s = 0.0
-        #: None: no answer breaks off
+        #: bytes of the next answer after which its connection breaks; None: no break
         self.reset_after: int | None = None
-        #: answers that broke off
+        #: number of answers that were cut
         self.resets = 0
 
     @property
@@ -97,15 +97,17 @@ class Proxy:
             self.is_closed = False
 
     @contextmanager
-    def deaf(self) -> Iterator[None]:
-        """Drop answers; connections that lost one are broken at the end, because the next answer
-        would be taken for it.
+    def drop_answers(self) -> Iterator[None]:
+        """Drop all answers.
+
+        A connection that lost an answer is broken at the end, because the next answer would be
+        taken for it.
         """
-        self.is_deaf = True
+        self.drops_answers = True
         try:
             yield
         finally:
-            self.is_deaf = False
+            self.drops_answers = False
             for line in list(self._lines):
                 if line.has_lost:
                     line.break_off()
@@ -121,7 +123,7 @@ class Proxy:
             await self.passes.wait()
             await line.carry(client, *await _connect(self._target))
         except (OSError, asyncio.CancelledError):
-            # Whoever of the two ends breaks first: the other one sees it.
+            # One end broke; the other one sees its connection close.
             pass
         finally:
             self._lines.discard(line)
@@ -144,7 +146,7 @@ class _Line:
         answers: asyncio.StreamReader,
         server: asyncio.StreamWriter,
     ) -> None:
-        """Until one end closes."""
+        """Forward data in both directions until one end closes."""
         self._ends.append(server)
         under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_UNDER_WAY)
         parts = [
@@ -189,7 +191,7 @@ class _Line:
 
     async def _answer(self, data: bytes) -> None:
         way = self._way
-        if way.is_deaf:
+        if way.drops_answers:
             self.has_lost = True
             return
         cut_at, way.reset_after = way.reset_after, None
@@ -200,7 +202,7 @@ class _Line:
             self.break_off()
 
     def break_off(self) -> None:
-        """Not an orderly end: over TCP a reset."""
+        """Break the connection abruptly; over TCP, by a reset."""
         for end in self._ends:
             _reset(end)
         self.task.cancel()
@@ -223,5 +225,5 @@ def _reset(writer: asyncio.StreamWriter) -> None:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         writer.transport.abort()
     else:
-        # What was written has to arrive: a socket of this kind drops it when it is aborted.
+        # An abort of a unix socket would drop written data, which has to arrive.
         writer.close()

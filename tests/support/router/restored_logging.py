@@ -1,4 +1,4 @@
-"""Commands that run in the tests' own process set up its logging: here it is put back."""
+"""Restoration of logging after commands that ran in the test's own process."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A stopwatch where a router's clients come in: from when a call is heard of until the last part of
-its answer is there to be written."""
+"""Stopwatch at a router's APIs, from a call's arrival until its last answer is written."""
 
 from __future__ import annotations
 
@@ -19,29 +18,29 @@ Headers = Iterable[tuple[str | bytes, str | bytes]]
 
 
 class Rim:
-    """Record of calls to routers that start from now on, by the name in the calls' headers.
+    """Times of calls to routers that start from now on, by the calls' idempotency keys.
 
-    ``heard`` has the calls that arrived, ``seconds`` their durations.
+    ``arrivals`` has the times of arrival, ``seconds`` the durations.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.heard: dict[str, float] = {}
+        self.arrivals: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
         self._time_http(patch)
         self._time_grpc(patch)
 
-    def _hear(self, headers: Headers) -> None:
-        self.heard[_name(headers)] = now()
+    def _arrived(self, headers: Headers) -> None:
+        self.arrivals[_name(headers)] = now()
 
-    def _told(self, headers: Headers) -> None:
+    def _answered(self, headers: Headers) -> None:
         name = _name(headers)
-        self.seconds[name] = now() - self.heard[name]
+        self.seconds[name] = now() - self.arrivals[name]
 
     def _time_http(self, patch: pytest.MonkeyPatch) -> None:
         app_of, write = Api.app, Writer.write
 
         def timed_write(writer: Writer, data: bytes) -> None:
-            self._told(writer.cycle.scope["headers"])
+            self._answered(writer.cycle.scope["headers"])
             write(writer, data)
 
         patch.setattr(Api, "app", lambda api, *args: self._timed(app_of(api, *args)))
@@ -49,13 +48,13 @@ class Rim:
 
     def _timed(self, app: ASGIApp) -> ASGIApp:
         async def timed(scope: Scope, receive: Receive, send: Send) -> None:
-            async def tell(message: Message) -> None:
+            async def timed_send(message: Message) -> None:
                 if message.get("body"):
-                    self._told(scope["headers"])
+                    self._answered(scope["headers"])
                 await send(message)
 
-            self._hear(scope["headers"])
-            await app(scope, receive, tell)
+            self._arrived(scope["headers"])
+            await app(scope, receive, timed_send)
 
         return timed
 
@@ -63,11 +62,11 @@ class Rim:
         run, put = Call.run, Call._enqueue
 
         def timed_run(call: Call, handler: Any) -> None:
-            self._hear(call.invocation_metadata())
+            self._arrived(call.invocation_metadata())
             run(call, handler)
 
         def timed_put(call: Call, answer: Any) -> None:
-            self._told(call.invocation_metadata())
+            self._answered(call.invocation_metadata())
             put(call, answer)
 
         patch.setattr(Call, "run", timed_run)

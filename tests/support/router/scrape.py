@@ -20,7 +20,7 @@ class Samples:
     by_labels: Mapping[tuple[str, ...], float]
 
     def __getitem__(self, key: tuple[str, ...]) -> float:
-        """Return the sum over all samples of this name that have these labels, at least one."""
+        """Return the sum of the samples of this name with these labels; at least one is needed."""
         name, *labels = key
         found = [
             value

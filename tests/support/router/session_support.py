@@ -1,4 +1,4 @@
-"""A router's end of a worker session, for tests."""
+"""Router's end of a worker session, for tests."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from everlift.v1 import session_pb2, session_pb2_grpc
 
 OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
-    # Keeps the flow control window at 64 KiB: a router that does not read is soon felt.
+    # Keep the flow control window at 64 KiB, so that a router that does not read soon blocks the
+    # stream.
     ("grpc.http2.bdp_probe", 0),
 ]
 
 
 class Router:
-    """A router's end of one stream: everything that it was told."""
+    """Router's end of one stream, which records all that it receives."""
 
     def __init__(self, address: str, name: str = "router", cluster: str = "here") -> None:
         self.frames: list[session_pb2.WorkerFrame] = []
@@ -68,7 +69,7 @@ class Router:
             self.stops[epoch] = session_pb2.StopCause.Name(progress.stop).split("_")[-1]
             self.errors[epoch] = progress.error
 
-    async def until(self, condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    async def until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():
                 await self.read()
@@ -81,12 +82,12 @@ class Router:
         return self.frames[-1].state
 
     async def rest(self) -> None:
-        """Reads to the end of the stream."""
+        """Read to the end of the stream."""
         with pytest.raises(AssertionError, match="the stream is over"):
             await self.until(lambda: False)
 
     async def refusal(self) -> grpc.StatusCode:
-        """The status of a stream that brings nothing."""
+        """Return the error status of a stream that has no frame."""
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await self.read()
         return raised.value.code()
@@ -97,7 +98,7 @@ class Router:
 
 
 class AnyRouter(session_pb2_grpc.RouterInternalServicer):
-    """Takes every worker that announces itself."""
+    """Router service that accepts every worker that announces itself."""
 
     async def Announce(self, request: Any, context: Any) -> session_pb2.AnnounceResponse:
         return session_pb2.AnnounceResponse()

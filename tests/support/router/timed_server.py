@@ -1,5 +1,7 @@
-"""An endpoint of OpenAI's API whose times are known: the first token of every stream comes
-``ttft_s`` after its request, each further one ``gap_s`` later, however many there are.
+"""OpenAI-compatible endpoint with exact times of tokens.
+
+The first token of every stream arrives ``ttft_s`` after its request, and each further one ``gap_s``
+later, under any number of streams.
 
     python -m tests.support.router.timed_server --ttft-ms 80 --gap-ms 12 --port 8123
 """
@@ -22,8 +24,11 @@ _DEFAULT_TOKENS = 16
 
 @dataclass
 class TimedServer:
-    """``asked`` has the headers and bodies that came. ``counts`` says whether streams tell their
-    usage. ``refusals``: so many of the next requests are refused, as a full queue does."""
+    """Endpoint with exact times of tokens.
+
+    ``asked`` has the headers and bodies of the requests. With ``counts``, streams end with their
+    usage. The next ``refusals`` requests are refused, as by a full queue.
+    """
 
     ttft_s: float = 0.0
     gap_s: float = 0.0

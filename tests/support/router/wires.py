@@ -1,4 +1,4 @@
-"""Between a client and a fake router: gRPC over loopback, or no socket at all."""
+"""Transports between a client and a fake router: gRPC over loopback, or memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Rows over a paged cache with every backend of attention, and the formula that they are held
-against."""
+"""Rows over a paged cache for every attention backend, and the formula as their reference."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ FORMS = {
     "everything": AttentionForm(0.9, window=33, softcap=2.0, sinks=SINKS),
 }
 
-#: How far from the formula a result may be.
+#: Permitted absolute error against the formula.
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 Backend = Callable[[KVCache], AttentionBackend]
@@ -87,7 +86,7 @@ BACKENDS = [
             pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86"),
         ],
     ),
-    # Some of it runs with the quick tests, in test_gpu_attention.py.
+    # Some of its tests are not long: see test_gpu_attention.py.
     pytest.param(kernel, id="kernel", marks=pytest.mark.long),
 ]
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -100,7 +99,7 @@ some_forms = pytest.mark.parametrize("form", one_in(4, FORMS.values()), ids=FORM
 
 
 class Batch:
-    """Rows with scattered blocks, everything before their new tokens already in the cache."""
+    """Rows with scattered blocks; all keys and values before the new tokens are in the cache."""
 
     def __init__(
         self,
@@ -117,7 +116,7 @@ class Batch:
             pytest.skip("Triton's interpreter has no products of bf16")
         torch.manual_seed(1)
         self.cache = KVCache(BLOCKS, LAYERS, kv_heads, head_dim, dtype, self.device)
-        self.cache.tensor.fill_(torch.nan)  # what others left behind
+        self.cache.tensor.fill_(torch.nan)  # contents of released blocks
         self.backend = backend(self.cache)
         free = iter(torch.randperm(BLOCKS).tolist())
         tables = [[next(free) for _ in range(blocks_for(sum(shape)))] for shape in shapes]
@@ -137,7 +136,7 @@ class Batch:
     def _fill(self, before: Row, keys: Tensor, values: Tensor) -> None:
         rows = Rows.of([before])
         if isinstance(self.backend, GpuAttention):
-            # A block of theirs lies as torch's does, which is quicker than the interpreter.
+            # Its block layout is torch's; writing with torch is faster than with the interpreter.
             offsets = upload(rows.positions % BLOCK_SIZE, self.device)
             blocks = upload(rows.blocks, self.device)
             ReferenceStep(self.cache, rows, blocks, offsets).write(1, keys, values)
@@ -145,7 +144,7 @@ class Batch:
             self.backend.prepare(rows).write(1, keys, values)
 
     def attend(self, chosen: list[int], form: AttentionForm = PLAIN) -> list[Tensor]:
-        """Writes and attends one step with the ``chosen`` rows; a tensor for each of them."""
+        """Write and attend one step of the ``chosen`` rows; return a tensor for each of them."""
         rows = [self.rows[i] for i in chosen]
         step = self.backend.prepare(Rows.of(rows))
         new = [len(row.tokens) for row in rows]
@@ -160,7 +159,7 @@ class Batch:
         return form if form.sinks is None else replace(form, sinks=form.sinks.to(self.device))
 
     def formula(self, i: int, form: AttentionForm = PLAIN) -> Tensor:
-        """softmax(q k * scale) v for each new token over those that it sees."""
+        """Return softmax(q k * scale) v of each new token over the tokens that it attends to."""
         group = self.queries[i].shape[1] // self.cache.kv_heads
         keys, values = (
             x.double().repeat_interleave(group, 1) for x in (self.keys[i], self.values[i])

@@ -1,8 +1,8 @@
-"""Compiles every kernel that a step launches ahead of time, for GPUs that are not there.
+"""Ahead-of-time compiler of every kernel that a step launches, for GPUs that are absent.
 
-``python -m tests.support.worker.compile_kernels 80 90`` launches what a step does, on a CPU, with a
-launch in the place of Triton's that compiles what it was to run. A line of JSON for each variant:
-what it is, and what a program takes. It takes a process without TRITON_INTERPRET.
+``python -m tests.support.worker.compile_kernels 80 90`` launches the kernels of a step on a CPU,
+but each launch only compiles the kernel. It prints a line of JSON for each variant: its parameters
+and the resources of a program. The process must run without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ TYPES = {
     torch.int64: "*i64",
     torch.uint64: "*u64",
 }
-#: Instructions that multiply matrices.
+#: Instructions of matrix products.
 PRODUCTS = ("wgmma", "tcgen05.mma", "mma.sync")
 #: Least compute capability of GPUs that multiply FP8.
 FP8_CAPABILITY = 89
-#: Options of a launch, beside the kernel's own parameters.
+#: Options of a launch, besides the kernel's own parameters.
 OPTIONS = ("num_warps", "num_stages")
-#: Parameters that tell variants apart.
+#: Parameters that distinguish variants.
 SHOWN = (
     *("HEAD_DIM", "BLOCK_ROWS", "BLOCK_KEYS", "TOKENS", "SPLITS", "WIDTH", "VOCAB"),
     *("CODES", "GROUP", "ACTIVATION", "EXPERTS", "OUT", "HAS_X_SCALES", "IS_FP8"),
@@ -49,7 +49,7 @@ SHOWN = (
 
 
 class Compiling:
-    """Replacement of JITFunction.run."""
+    """Replacement of JITFunction.run that compiles the kernel and prints its resources."""
 
     def __init__(self, capabilities: list[int]) -> None:
         self._capabilities = capabilities
@@ -74,7 +74,7 @@ class Compiling:
             self._done.add(variant)
             for capability in self._capabilities:
                 if values.get("HAS_X_SCALES") and capability < FP8_CAPABILITY:
-                    continue  # no such GPU gets inputs in FP8
+                    continue  # FP8 inputs are not used on such a GPU
                 self._compile(source, capability, options, values)
 
     def _compile(
@@ -100,7 +100,7 @@ class Compiling:
 
 
 def _registers(cubin: bytes) -> tuple[int, int]:
-    """Return a thread's number of registers, and the bytes that are spilled from them."""
+    """Return a thread's number of registers, and the bytes that it spills."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -112,7 +112,7 @@ def _registers(cubin: bytes) -> tuple[int, int]:
 
 
 def _is_aligned(value: object) -> bool:
-    """Return whether a launch tells the compiler that a value is aligned to 16."""
+    """Return whether a launch declares a value divisible by 16 to the compiler."""
     return isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
 
 

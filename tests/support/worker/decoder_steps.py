@@ -1,4 +1,4 @@
-"""A model over a cache of its own, stepped by hand. Needs no transformers."""
+"""Model over a cache of its own that tests step by hand; needs no transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from worker.runner.runner import Model
 
 CPU = torch.device("cpu")
 
-#: (which sequence, how many of its tokens) of each row of a step
+#: (sequence, number of its tokens) of each row of a step
 Step = Sequence[tuple[int, int]]
 
 
@@ -57,7 +57,7 @@ class SteppedModel:
         steps: Sequence[Step],
         adapters: Sequence[int] | None = None,
     ) -> list[Tensor] | None:
-        """Logits [tokens, vocab] after each token of each sequence on rank 0, None elsewhere.
+        """Return logits [tokens, vocab] after each token of each sequence; None except on rank 0.
 
         ``steps`` compute the sequences' tokens, each in its order. ``adapters`` are the numbers of
         the sequences' adapters.
@@ -87,14 +87,14 @@ class SteppedModel:
         sites: list[int] | None,
         adapters: Sequence[int] | None = None,
     ) -> Tensor:
-        """Hidden states of the tokens at ``sites`` of one step that computes all sequences."""
+        """Return hidden states at ``sites`` of one step that computes all sequences."""
         tables = _scattered_tables([len(sequence) for sequence in sequences])
         attention = self._build_attention(self._cache(sum(map(len, tables))))
         rows = [Row(i, tuple(s), 0, tables[i], True) for i, s in enumerate(sequences)]
         return self._forward(Rows.of(rows), attention, sites, adapters)
 
     def opened(self, length: int) -> OpenSequence:
-        """Return a sequence of at most ``length`` tokens, which is computed as its tokens come."""
+        """Return a sequence of at most ``length`` tokens, which is computed step by step."""
         (table,) = _scattered_tables([length])
         attention = self._build_attention(self._cache(len(table)))
         return OpenSequence(table, lambda row: self._step([row], attention))
@@ -136,7 +136,7 @@ class OpenSequence:
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """Compute the new ones of the sequence's ``tokens``; return the last logits [vocab]."""
+        """Compute the sequence's new ``tokens``; return the last logits [vocab]."""
         logits = self._step(Row(0, tuple(tokens[self._done :]), self._done, self._table, True))
         assert logits is not None
         self._done = len(tokens)
@@ -144,7 +144,7 @@ class OpenSequence:
 
 
 class SteppedDecoder(SteppedModel):
-    """The same with the decoder of our own, in the form in which a worker has it."""
+    """SteppedModel with Everlift's own decoder, in the form in which a worker has it."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class SteppedDecoder(SteppedModel):
         packing: Packing | None = None,
         num_slots: int | None = None,
     ) -> None:
-        """``packing`` takes the place of that for CPUs; layers then run one by one."""
+        """Load a decoder; with ``packing`` in place of that for CPUs, layers run one by one."""
         pointwise = choose_pointwise(dtype, CPU)
         place = Placement(group or Group.single(), dtype, CPU, pointwise, weights_dtype)
         spec = weights.with_stored_scales(read_spec(directory), directory)
@@ -178,7 +178,7 @@ class SteppedDecoder(SteppedModel):
 
 
 def _scattered_tables(lengths: Sequence[int]) -> list[tuple[int, ...]]:
-    """A block table for each of so many tokens; neighbours in it are none in the cache."""
+    """Return a block table for each length in tokens; its blocks are scattered over the cache."""
     counts = [blocks_for(length) for length in lengths]
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(3))
     return [tuple(table.tolist()) for table in order.split(counts)]

@@ -70,7 +70,7 @@ def prompt(length: int, first: int = 1) -> list[int]:
 
 
 def without_watch(step: int, num_tokens: int) -> AbstractContextManager[object]:
-    """Return what steps without a watchdog run in."""
+    """Return the context of a step without a watchdog."""
     return nullcontext()
 
 
@@ -213,13 +213,13 @@ class EngineContract:
         assert sum(it.update.preemptions for it in collected.outcomes) == small.load().preemptions
 
     def test_breakdowns_cover_the_whole_time(self, engine: EngineAdapter) -> None:
-        moments = count()
-        engine.breakdowns = TimeBreakdowns(engine.limits.max_num_seqs, lambda: float(next(moments)))
+        times = count()
+        engine.breakdowns = TimeBreakdowns(engine.limits.max_num_seqs, lambda: float(next(times)))
         each = sequence(prompt(9), max_tokens=5)
         engine.add(each)
         reports = []
         while engine.has_work:
-            engine.step((), float(next(moments)))
+            engine.step((), float(next(times)))
             if not engine.is_in_flight:
                 engine.breakdowns.end_step()
             reports += engine.breakdowns.report()

@@ -1,7 +1,7 @@
-"""Core that plans like vLLM and computes the tokens of the fake runner.
+"""Core that schedules like vLLM and computes the tokens of the fake runner.
 
-A sequence with an adapter has the output of a prompt that begins with the adapter's name, and one
-with images that of a prompt with the images' tokens.
+A sequence with an adapter has the output of a prompt that begins with the adapter's name. A
+sequence with images has that of a prompt with the images' tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from worker.vllm_engine.core import SampledTokens, ScheduledRow, ScheduledStep
 
 @dataclass
 class _Held:
-    """Sequence as the core has it: with a copy of its tokens, and those of its images."""
+    """Sequence in the core, with a copy of its tokens that includes those of its images."""
 
     sequence: EngineSequence
     tokens: list[int]
@@ -51,9 +51,9 @@ def process_images(prompt: Sequence[int], images: Sequence[Image], salt: bytes) 
 
 @dataclass
 class FakeCore:
-    """Core with first come, first served; the latest sequence is preempted for lack of blocks.
+    """First-come, first-served core; it preempts the latest sequence if it lacks blocks.
 
-    ``refused`` are request ids that ``add`` refuses; ``failure`` is raised by the next step.
+    ``add`` refuses the request ids ``refused``; the next step raises ``failure``.
     """
 
     limits: Limits
@@ -172,9 +172,13 @@ def _logprobs(num_top: int) -> TokenLogprobs:
     return TokenLogprobs(-0.5, 1, tuple((token, -0.5 - token) for token in range(num_top)))
 
 
+#: Duration of a step of SlowCore, in seconds.
+STEP_S = 0.002
+
+
 class SlowCore(FakeCore):
-    """Fake core whose steps take 2 ms, so that a test can act before a sequence ends."""
+    """Fake core whose steps take ``STEP_S``, so that a test can act before a sequence ends."""
 
     def step(self, on_scheduled: Callable[[ScheduledStep], None]) -> list[SampledTokens]:
-        time.sleep(0.002)
+        time.sleep(STEP_S)
         return super().step(on_scheduled)

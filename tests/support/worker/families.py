@@ -1,7 +1,6 @@
-"""Random small checkpoints of every family, each with what is odd about it; and transformers' word
-on them.
+"""Random small checkpoints of every family with its peculiarities, and transformers' results.
 
-No size divides another that it might: neither ranks divide heads, KV heads, MLP features or the
+Sizes do not divide each other: neither do ranks divide heads, KV heads, MLP features or the
 vocabulary, nor heads the hidden size.
 """
 
@@ -68,7 +67,7 @@ def _longrope(pairs: int, **changes: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A config of ``model_type``: ``sizes`` over the common ones."""
+    """Config of ``model_type``; ``sizes`` override the common ones."""
 
     model_type: str
     heads: int
@@ -338,7 +337,7 @@ CHECKPOINTS = {
         },
     ),
 }
-#: Enough of a picture's way in for the checkpoint to have tensors of it.
+#: Smallest vision tower, so that the checkpoint has its tensors.
 _VISION = {
     "model_type": "siglip_vision_model",
     "hidden_size": 8,
@@ -351,7 +350,7 @@ _VISION = {
 
 
 def save_family(directory: Path, checkpoint: Checkpoint) -> Path:
-    """A random model, its logits spread wide enough to make near ties rare."""
+    """Save a random model whose logits are spread wide enough to make near ties rare."""
     torch.manual_seed(20)
     model = _random_model(checkpoint)
     around = 0.0 if checkpoint.model_type.startswith("gemma") else 1.0
@@ -373,15 +372,16 @@ def _random_model(checkpoint: Checkpoint) -> PreTrainedModel:
 
 
 def load_family(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Return the checkpoint as transformers runs it.
+    """Load the checkpoint with transformers.
 
-    Its other implementations of attention omit softcaps, and those of experts refuse odd sizes.
+    Attention and experts are eager: other implementations of attention omit softcaps, and those of
+    experts refuse odd sizes.
     """
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     )
     if getattr(model.config, "original_max_position_embeddings", MAX_POSITION) < MAX_POSITION:
-        # A worker that serves longer sequences uses the long factors for all; here too, then.
+        # A worker that serves longer sequences uses the long factors for all sequences.
         model.config.original_max_position_embeddings = 1
         model.config.standardize_rope_params()
     return model
@@ -389,12 +389,12 @@ def load_family(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrain
 
 @torch.inference_mode()
 def all_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
-    """transformers' logits [tokens, vocab] after each of ``tokens``."""
+    """Return transformers' logits [tokens, vocab] after each of ``tokens``."""
     return model(torch.tensor([list(tokens)]), use_cache=False).logits[0].float()
 
 
 def greedy(model: PreTrainedModel, prompt: Sequence[int], output: Sequence[int]) -> Reference:
-    """Return the tokens that transformers selects after each beginning of ``output``.
+    """Return the tokens that transformers selects after each prefix of ``output``.
 
     They equal greedy decoding up to the first difference. A margin is the gap between the two
     largest logits.

@@ -1,4 +1,4 @@
-"""GGUF files of small random models, written with the library gguf as llama.cpp does."""
+"""GGUF files of small random models, written by the library gguf as llama.cpp writes them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _GEMMA = {"sliding_window": 20, "query_pre_attn_scalar": 16}
 
 @dataclass(frozen=True)
 class GgufModel:
-    """A model of ``architecture``, its matrices of type ``type``.
+    """Model of ``architecture`` with matrices of ``type``.
 
     ``transformers_reads`` says whether transformers takes all of the configuration from the file.
     """
@@ -48,7 +48,7 @@ class GgufModel:
     model_type: str
     type: Type
     sizes: dict[str, Any] = field(default_factory=dict)
-    #: keys of the file's metadata, without the architecture
+    #: metadata keys of the file, without the architecture
     keys: dict[str, Any] = field(default_factory=dict)
     transformers_reads: bool = True
 
@@ -159,7 +159,7 @@ MODELS = {
 
 
 def random_model(kind: GgufModel) -> PreTrainedModel:
-    """The model whose weights are those of the file, once dequantised."""
+    """Return a model whose weights are those of the file after dequantisation."""
     torch.manual_seed(20)
     config = AutoConfig.for_model(kind.model_type, **kind.config())
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -190,7 +190,7 @@ def write_gguf(path: Path, kind: GgufModel, model: PreTrainedModel) -> Path:
     if "sliding_window" in config:
         writer.add_sliding_window(config["sliding_window"])
     if kind.architecture == "llama":
-        # transformers takes the size of a head from it.
+        # transformers reads the head size from this key.
         writer.add_rope_dimension_count(config["head_dim"])
     keys = {"rope.freq_base": 10000.0} | kind.keys
     for key, value in keys.items():
@@ -242,7 +242,7 @@ def _add_tensors(writer: gguf.GGUFWriter, kind: GgufModel, model: PreTrainedMode
 
 
 def _interleaved(kind: GgufModel, name: str, values: Tensor) -> Tensor:
-    """Llama's queries and keys, as llama.cpp orders the features of a head."""
+    """Return a weight; Llama's query and key features are in llama.cpp's order."""
     if not _is_interleaved(kind, name):
         return values
     head_dim = kind.config()["head_dim"]

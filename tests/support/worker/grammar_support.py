@@ -1,4 +1,4 @@
-"""Grammars over the demo model's vocabulary, and who follows them, for tests."""
+"""Grammars over the demo model's vocabulary, and engines and walks that follow them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ EBNF, CHOICE = GrammarKind.EBNF, GrammarKind.CHOICE
 
 
 class Service:
-    """A GrammarCompiler in an event loop of its own, for tests that have none."""
+    """GrammarCompiler in an event loop of its own, for tests without one."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Service:
 
 @contextmanager
 def grammar_service(**settings: Any) -> Iterator[Service]:
-    """Keeps no grammar that nobody uses, unless told otherwise."""
+    """Run a grammar service, which by default caches no unused grammars."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -87,7 +87,7 @@ def grammar_service(**settings: Any) -> Iterator[Service]:
         yield Service(loop, compiler, fork_server)
     finally:
         _call(loop, compiler.close)
-        # What was cancelled ends in the next turns.
+        # Cancelled tasks end in the next turns of the loop.
         asyncio.run_coroutine_threadsafe(_finish(), loop).result(10)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
@@ -108,7 +108,7 @@ def _call(loop: asyncio.AbstractEventLoop, function: Any) -> Any:
 
 
 def allowed(matcher: Matcher, drafts: Sequence[int] = ()) -> list[list[int]]:
-    """Token ids next, and after each draft that the grammar allows."""
+    """Return the token ids permitted next, and after each draft that the grammar permits."""
     into = torch.empty(1 + len(drafts), mask_words(VOCAB_SIZE), dtype=torch.int32)
     count = matcher.mask(drafts, into, time.monotonic())
     return [_ids(line) for line in (~forbidden(into, VOCAB_SIZE))[: 1 + count]]
@@ -123,13 +123,15 @@ def text_of(tokens: Iterable[int]) -> bytes:
 
 
 def ids_of(text: str) -> list[int]:
-    """A token a byte."""
+    """Return one token for each byte of ``text``."""
     return [TOKENS.index(bytes([byte])) for byte in text.encode()]
 
 
 def walk(matcher: Matcher, seed: int, max_tokens: int = 200) -> list[int]:
-    """Random tokens that the grammar allows, to its end or ``max_tokens``. Every other one closes
-    something, if one can."""
+    """Return random tokens that the grammar permits, to its end or ``max_tokens``.
+
+    Every other token closes a string, object or array if possible.
+    """
     closing = [TOKENS.index(token) for token in (b'"', b"}", b"]")]
     chance, output = random.Random(seed), list[int]()
     while len(output) < max_tokens and output[-1:] != [EOS]:
@@ -143,7 +145,7 @@ def walk(matcher: Matcher, seed: int, max_tokens: int = 200) -> list[int]:
 
 @dataclass(frozen=True)
 class Job:
-    """``grammar`` is what ``sampling.grammar`` was compiled to."""
+    """Sequence to generate; ``grammar`` is the compiled ``sampling.grammar``."""
 
     prompt: str
     sampling: SamplingParams = GREEDY
@@ -154,8 +156,11 @@ class Job:
 
 
 class GrammarEngine:
-    """Engines on the demo model in fp32. None outlives its jobs: a runner's slots hold on to their
-    last sequences' grammars."""
+    """Engines on the demo model in fp32, a new one for each call.
+
+    An engine is not reused, because a runner's slots keep references to their last sequences'
+    grammars.
+    """
 
     def __init__(self) -> None:
         self._config = WorkerConfig(
@@ -172,9 +177,9 @@ class GrammarEngine:
     def serve(
         self, jobs: Sequence[Job], ahead: bool = False, **limits: Any
     ) -> tuple[Collected, Load]:
-        """Return the outcomes of ``jobs``, each of which is an epoch of its own, counted from 1, or
-        a choice of the one before.
+        """Return the outcomes of ``jobs``, and the load at the end.
 
+        Each job is an epoch of its own, counted from 1, or a further choice of the previous job's.
         With ``ahead``, steps are launched ahead, as on a GPU.
         """
         runner = build_runner(self._config, Group.single())
@@ -199,12 +204,12 @@ class GrammarEngine:
             engine.add(sequence)
         collected, load = run(engine), engine.load()
         del engine, runner
-        # An error that ended a row has its grammar in its traceback, in a circle.
+        # An error that ended a row refers to its grammar through a traceback, in a cycle.
         gc.collect()
         return collected, load
 
     def tokens(self, jobs: Sequence[Job], ahead: bool = False, **limits: Any) -> list[list[int]]:
-        """Outputs of ``jobs``, none of which fails."""
+        """Return the outputs of ``jobs``; check that none fails."""
         collected, _ = self.serve(jobs, ahead, **limits)
         assert not any(collected.errors.values()), collected.errors
         return [collected.tokens[key] for key in sorted(collected.tokens)]

@@ -23,7 +23,7 @@ from worker.grammar.vocabulary import token_trie
 Json = Any
 
 _TEXTS = [b'":', b'", "', b"[1,", b"{}", b"null", b"true", b'"a"', b"\\n", b'\\"', b"12", b"-0.5"]
-#: Bytes, and some tokens of several.
+#: All bytes, and some tokens of several bytes.
 TRIE = token_trie([bytes([byte]) for byte in range(256)] + _TEXTS)
 TOKENS = [bytes([byte]) for byte in range(256)] + _TEXTS
 END = len(TOKENS)
@@ -98,7 +98,7 @@ def _with_ascii_classes(schema: Json) -> Json:
 
 
 class Schemas:
-    """A source of random schemas."""
+    """Source of random schemas."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -192,7 +192,7 @@ class Schemas:
 
 @dataclass
 class Report:
-    """``causes`` are those of refusals; ``keywords`` are those of accepted schemas."""
+    """Counts of checked schemas; ``causes`` of refusals, ``keywords`` of accepted schemas."""
 
     num_schemas: int = 0
     num_outputs: int = 0
@@ -206,7 +206,7 @@ class Report:
 
 
 def check_schemas(seed: int, count: int, num_outputs: int = 2) -> Report:
-    """Check that each of ``count`` schemas is refused, or that all outputs fit it."""
+    """Check that each of ``count`` schemas is refused, or that all its outputs fit it."""
     report, schemas = Report(), Schemas(seed)
     for at in range(count):
         schema = schemas.schema()
@@ -230,8 +230,8 @@ def check_schemas(seed: int, count: int, num_outputs: int = 2) -> Report:
             try:
                 error = next(validator.iter_errors(value), None)
             except (Unresolvable, RecursionError, re.error):
-                # The validator cannot judge the value: a reference to nowhere or to itself in a
-                # definition that is not used, or a pattern that Python does not take.
+                # The validator cannot judge the value: an unused definition has a dangling or
+                # cyclic reference, or Python rejects a pattern.
                 break
             assert error is None, f"{json.dumps(schema)} allowed {text!r}: {error.message}"
             report.num_outputs += 1
@@ -255,8 +255,10 @@ def keywords(schema: Json) -> Iterator[str]:
 
 
 def output(grammar: llguidance.LLMatcher, seed: int, max_tokens: int = 400) -> bytes | None:
-    """Return a random text of ``grammar``, None where it did not come to an end within
-    ``max_tokens``. A text that cannot go on is an AssertionError."""
+    """Return a random text of ``grammar``, or None if it exceeds ``max_tokens``.
+
+    Raises AssertionError if no token can follow an incomplete text.
+    """
     matcher = grammar.deep_copy()
     chance, text = random.Random(seed), b""
     for step in range(max_tokens):
@@ -278,7 +280,7 @@ def _allowed(matcher: llguidance.LLMatcher) -> list[int]:
     return [int(token) for token in bits.nonzero()[0] if token < END]
 
 
-#: What leads to the end, in this order.
+#: Characters that lead to the end, by preference.
 _CLOSING = [ord(character) for character in ']}":,0123456789nftea']
 
 

@@ -27,7 +27,7 @@ from worker.runner.sampling_metadata import SamplingMetadata
 CPU = torch.device("cpu")
 MULTIPROCESSORS = 132
 DECODE = [Row(0, (1,), 40, (0, 1), True)]
-#: With a row that has drafts, and a prompt.
+#: Decode rows without and with drafts, and a prompt.
 MIXED = [*DECODE, Row(1, (1, 2, 3), 40, (2, 3), True, 2), Row(2, (1,) * 40, 0, (4, 5), True)]
 ALL = AttentionForm(0.1, window=33, softcap=2.0, sinks=torch.zeros(8))
 
@@ -55,7 +55,7 @@ def attention(
 
 
 def pointwise(dtype: torch.dtype, width: int) -> None:
-    """Norms of all kinds, and gates."""
+    """Launch norms of all kinds, and gates."""
     x, weight = torch.zeros(3, width, dtype=dtype), torch.zeros(width, dtype=dtype)
     for add_one in (False, True):
         for added in (None, x):
@@ -72,7 +72,7 @@ def sampling(vocab: int) -> None:
 
 
 #: Codes, inputs of a group, outputs that share a scale, zero points, type of scales, FP8 inputs,
-#: and numbers of outputs and inputs, as of Llama-3.1-8B and gpt-oss.
+#: and numbers of outputs and inputs, as in Llama-3.1-8B and gpt-oss.
 FORMATS: list[tuple[CodeType, int | None, int | None, bool, str, bool, int, int]] = [
     ("int4", 128, 1, True, "F16", False, 4096, 14336),
     ("int4", 32, 1, False, "BF16", False, 4096, 4096),
@@ -82,12 +82,12 @@ FORMATS: list[tuple[CodeType, int | None, int | None, bool, str, bool, int, int]
     ("e4m3", 128, 128, False, "F32", False, 4096, 4096),
     ("e2m1", 32, 1, False, "BF16", False, 2880, 2880),
 ]
-#: Few, some and many rows.
+#: Small, medium and large numbers of rows.
 ROWS = (1, 40, 1000)
 
 
 def quantised_products(dtype: torch.dtype, rows: tuple[int, ...]) -> None:
-    """Products with a weight in each format."""
+    """Launch products with a weight in each format."""
     for codes, group, scaled, zeros, scale_type, fp8, outputs, inputs in FORMATS:
         form = WeightFormat(
             "test",
@@ -108,7 +108,10 @@ def quantised_products(dtype: torch.dtype, rows: tuple[int, ...]) -> None:
 
 
 def mixtures(dtype: torch.dtype, rows: tuple[int, ...]) -> None:
-    """Mixtures of experts, plain as Qwen3-30B-A3B, and in MXFP4 as gpt-oss, with fewer experts."""
+    """Launch mixtures of experts: dense as in Qwen3-30B-A3B, and MXFP4 as in gpt-oss.
+
+    There are fewer experts than in these models.
+    """
     mxfp4 = WeightFormat("mxfp4", "e2m1", "stacked", 32, 1, scale_type="BF16")
     shapes: list[tuple[int, int, WeightFormat | None, Activation]] = [
         (2048, 768, None, "silu"),
@@ -128,8 +131,7 @@ def mixtures(dtype: torch.dtype, rows: tuple[int, ...]) -> None:
 
 
 def launch_all() -> None:
-    """All kernels, in every form that a step may launch; first those of a decoding step of
-    Llama-3.1-8B."""
+    """Launch all kernels in every form of a step; first a decoding step of Llama-3.1-8B."""
     attention(Heads(32, 8, 128), torch.bfloat16, DECODE, AttentionForm(0.1))
     pointwise(torch.bfloat16, 4096)
     sampling(128_256)

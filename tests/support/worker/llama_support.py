@@ -1,4 +1,4 @@
-"""Random Llama checkpoints, and what transformers makes of them: the oracle of the torch side."""
+"""Random Llama checkpoints and transformers' results on them, the oracle of the torch runner."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from worker.runner.uniform import uniform
 
 logging.disable_progress_bar()
 
-#: Two runs may part where the reference's margin is below this: rounding may decide there.
+#: Two runs may differ where the reference's margin is below this, because rounding may decide.
 NEAR = 1e-3
-#: GQA, heads that are not hidden / heads wide, and a vocabulary that no number of ranks divides.
+#: GQA, heads narrower or wider than hidden size / heads, and a vocabulary that no number of ranks
+#: divides.
 SIZES: dict[str, Any] = {
     "vocab_size": 211,
     "hidden_size": 48,
@@ -44,7 +45,7 @@ SIZES: dict[str, Any] = {
 
 
 def save_llama(directory: Path, *, max_shard_size: str = "5GB", **overrides: Any) -> Path:
-    """A random model, its logits spread wide enough to make near ties rare."""
+    """Save a random model whose logits are spread wide enough to make near ties rare."""
     torch.manual_seed(20)
     model = LlamaForCausalLM(LlamaConfig(**(SIZES | overrides)))
     with torch.no_grad():
@@ -56,22 +57,22 @@ def save_llama(directory: Path, *, max_shard_size: str = "5GB", **overrides: Any
 
 
 def load_llama(directory: Path) -> LlamaForCausalLM:
-    """The same checkpoint as transformers runs it, in fp32."""
+    """Load the checkpoint with transformers, in fp32."""
     model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
     return model
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Expected tokens; ``margins`` state how clearly each token won."""
+    """Expected tokens; ``margins`` are the distances by which each token was selected."""
 
     tokens: list[int]
     margins: list[float]
 
     def near_ties(self, tokens: Sequence[int]) -> int:
-        """0 if ``tokens`` are the same, 1 if they part first at a near tie; else an AssertionError.
+        """Return 0 if ``tokens`` are the same, or 1 if they first differ at a near tie.
 
-        Identical as design.md 7 defines it.
+        Other differences raise AssertionError. This is the definition of identity of design.md 7.
         """
         for i, (got, expected) in enumerate(zip(tokens, self.tokens, strict=False)):
             if got != expected:
@@ -82,7 +83,7 @@ class Reference:
 
 
 def generate(model: LlamaForCausalLM, prompt: Sequence[int], max_tokens: int) -> Reference:
-    """transformers' own greedy decoding; a margin is the gap between the two largest logits."""
+    """Decode greedily with transformers; a margin is the gap between the two largest logits."""
     result = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),

@@ -19,7 +19,7 @@ def no_waits() -> Iterator[None]:
         yield
         return
     with warnings.catch_warnings():
-        # Torch says once that this is a prototype, and an error is not to come of that.
+        # Torch warns once that this is a prototype; the warning must not become an error.
         warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,5 +1,7 @@
-"""Random small checkpoints of architectures that run through transformers, each with what is odd
-about it. Windows are shorter than the tests' prompts."""
+"""Random small checkpoints of architectures that run through transformers.
+
+Each has its architecture's peculiarities. Windows are shorter than the tests' prompts.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,10 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 5,
 }
 _MIXED_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
-#: A rotation of a part of each head.
+#: Partial rotary embedding.
 _PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
-#: By model type, what its config has over the common sizes.
+#: By model type: config values that override the common sizes.
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"scale_attn_by_inverse_layer_idx": True},
     "gpt_neox": {"rope_parameters": _PARTIAL, "use_parallel_residual": True},
@@ -69,7 +71,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def save_other(directory: Path, model_type: str, **changes: Any) -> Path:
-    """A random model, its logits spread wide enough to make near ties rare."""
+    """Save a random model whose logits are spread wide enough to make near ties rare."""
     torch.manual_seed(20)
     config = AutoConfig.for_model(model_type, **(_SIZES | CONFIGS[model_type] | changes))
     model = AutoModelForCausalLM.from_config(config)
@@ -83,7 +85,7 @@ def save_other(directory: Path, model_type: str, **changes: Any) -> Path:
 
 
 def save_config(directory: Path, model_type: str, architecture: str, **config: Any) -> Path:
-    """No weights: enough for a dummy of it."""
+    """Save a configuration without weights, which is enough for dummy weights."""
     made = AutoConfig.for_model(model_type, **(_SIZES | config))
     made.architectures = [architecture]
     made.save_pretrained(directory)

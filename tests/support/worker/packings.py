@@ -1,4 +1,4 @@
-"""The packing of our own, for tests."""
+"""Everlift's own weight packing, for tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from worker.model.weight_format import CodeType
 def panels_or_skip(
     dtype: torch.dtype, weights: torch.dtype, codes: CodeType | None = None
 ) -> PanelPacking:
-    """Skips where it cannot be: where it could, it has to be."""
+    """Return the panel packing; skip the test on a CPU without it, or without a compiler."""
     if not pays(dtype, weights, codes):
         pytest.skip("a CPU for which these panels are not meant")
     if not any(map(shutil.which, ("g++", "c++", "clang++"))):

@@ -1,7 +1,7 @@
-"""A rank above 0 that does nothing but sum: python -m tests.support.worker.parallel_rank ADDRESS
-RANK SIZE PARENT.
+"""Rank above 0 that only sums, in a process of its own.
 
-When a sum fails it prints the cause and ends with status 3.
+Usage: python -m tests.support.worker.parallel_rank ADDRESS RANK SIZE PARENT. If a sum fails, the
+process prints the cause and exits with status 3.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from worker.child_process import die_with_parent
 from worker.parallel.group import init_group, join_store
 
-#: Half a MiB of float32: several chunks.
+#: Half a MiB of float32, which is several chunks.
 COUNT = 1 << 17
 
 

@@ -1,4 +1,4 @@
-"""Random LoRA adapters of small checkpoints, written by peft; and peft's word on them."""
+"""Random LoRA adapters of small checkpoints, written by peft, and peft's own results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from tests.support.worker.families import Checkpoint, load_family
 
-#: Settings of the adapters by their names. No rank divides anything that it might.
+#: Settings of the adapters by name. Adapter ranks do not divide other sizes.
 SETTINGS: dict[str, dict[str, Any]] = {
     "all": {"r": 5, "lora_alpha": 7},
     "patterns": {
@@ -29,7 +29,7 @@ NUMBERS = {"": 0} | {name: number for number, name in enumerate(SETTINGS, 1)}
 
 
 def targets(checkpoint: Checkpoint, name: str) -> list[str]:
-    """Linear layers of the checkpoint that the adapter changes: all of them, or some."""
+    """Return the linear layers of the checkpoint that the adapter changes."""
     qkv, mlp = ["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]
     if checkpoint.model_type == "phi3":
         qkv, mlp = ["qkv_proj"], ["gate_up_proj"]
@@ -43,7 +43,7 @@ def targets(checkpoint: Checkpoint, name: str) -> list[str]:
 
 
 def save_adapters(directory: Path, model: Path, checkpoint: Checkpoint) -> list[str]:
-    """Write the adapters of SETTINGS, and return them as the setting ``adapters`` names them."""
+    """Write the adapters of SETTINGS; return the value of the setting ``adapters``."""
     for seed, (name, settings) in enumerate(SETTINGS.items()):
         save_adapter(
             directory / name, model, seed, target_modules=targets(checkpoint, name), **settings
@@ -68,7 +68,7 @@ def peft_model(model: Path, adapter: Path) -> Any:
 
 @contextmanager
 def _deprecations_ignored() -> Iterator[None]:
-    """Ignore that this version of peft uses names which transformers has deprecated."""
+    """Ignore warnings that this version of peft uses names deprecated by transformers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield

@@ -1,4 +1,4 @@
-"""Programs as pickle writes them down: whoever loads one runs it."""
+"""Pickles that run a program when they are loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class _Left:
-    """Makes a file where it is unpickled."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self._marker = marker
@@ -24,7 +24,7 @@ def leaving(marker: Path, protocol: int = pickle.DEFAULT_PROTOCOL) -> bytes:
 
 
 def saved(marker: Path) -> bytes:
-    """The same as a file of torch.save: what should be tensors makes the file ``marker``."""
+    """Return a torch.save file whose pickle creates the file ``marker`` when it is loaded."""
     held = io.BytesIO()
     with zipfile.ZipFile(held, "w") as archive:
         archive.writestr("archive/data.pkl", leaving(marker, 2))

@@ -1,6 +1,6 @@
 """Quantised checkpoints of random models, and the weights that their formats define.
 
-The formats are written here from their definitions, code by code and apart from the product.
+The formats are implemented here from their definitions, independently of the product.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 #: Routers of mixtures of experts, which are not quantised.
 GATES = ("mlp.gate", "shared_expert_gate")
-#: tensors by the end of their name, and the weight [outputs, inputs] that they stand for
+#: tensors by the suffix of their name, and the weight [outputs, inputs] that they represent
 Stored = tuple[dict[str, Tensor], Tensor]
 
 
@@ -218,7 +218,7 @@ _FP8 = {
 }
 _AWQ = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"}
 _GPTQ = {"quant_method": "gptq", "desc_act": False}
-#: Formats by a name for tests. No group or block divides all sizes of the models.
+#: Formats by a name for tests. Groups and blocks do not divide all sizes of the models.
 FORMATS = {
     "fp8, tensor": Format(_FP8, fp8(None)),
     "fp8, channel": Format(

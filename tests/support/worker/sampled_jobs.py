@@ -1,4 +1,4 @@
-"""Sequences that ask for everything a sampler can do, each for something else."""
+"""Sequences that together use every feature of a sampler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.worker.torch_engine import Job
 
 
 def sampled_jobs(vocab: int, eos: int) -> list[Job]:
-    """Their seeds differ, as TorchEngine wants it."""
+    """Return jobs with different random sampling parameters and, for TorchEngine, seeds."""
     return [_job(Random(i), vocab, eos) for i in range(20)]
 
 
@@ -21,7 +21,7 @@ def _job(rng: Random, vocab: int, eos: int) -> Job:
 
 def _sampling(rng: Random, vocab: int, eos: int) -> SamplingParams:
     ids = rng.sample(range(vocab), rng.choice([0, 0, 1, 30]))
-    # So few that the banned pairs of them would often occur.
+    # Few tokens, so that the banned pairs of them would often occur.
     few = tuple(rng.sample(range(vocab), 6))
     return SamplingParams(
         temperature=rng.choice([0.0, 0.5, 1.0, 1.5]),
@@ -32,7 +32,7 @@ def _sampling(rng: Random, vocab: int, eos: int) -> SamplingParams:
         repetition_penalty=rng.choice([1.0, 1.0, 1.3, 0.8]),
         presence_penalty=rng.choice([0.0, 0.0, 0.6, -0.4]),
         frequency_penalty=rng.choice([0.0, 0.0, 0.3, -0.3]),
-        # Each may bring the end of the sequence forward, which min_tokens then holds back.
+        # A bias on ``eos`` may end the sequence early, which min_tokens then prevents.
         logit_bias=tuple(sorted((i, rng.uniform(-3, 3)) for i in {*ids, eos})),
         min_tokens=rng.choice([0, 0, 10, 30]),
         logprobs=rng.choice([None, 0, 3]),

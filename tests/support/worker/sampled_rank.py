@@ -1,7 +1,7 @@
 """Rank that samples, as a process: python -m tests.support.worker.sampled_rank TASK.
 
-TASK is JSON: {"store", "rank", "size", "model"}. Prints JSON: the engine's tokens for each of
-sampled_jobs(), the results of the rows of a few hand-made steps, and tokens of an engine that
+TASK is JSON: {"store", "rank", "size", "model"}. The rank prints JSON: the engine's tokens of each
+of sampled_jobs(), the results of the rows of two hand-made steps, and tokens of an engine that
 swaps.
 """
 
@@ -27,7 +27,7 @@ from worker.model.huggingface.families import read_spec
 from worker.parallel.group import Group, init_group, join_store
 from worker.runner.build import build_runner
 
-#: Fewer than the sequences of a batch grow into, enough for each alone.
+#: Fewer blocks than the sequences of a batch grow into, but enough for each alone.
 NUM_BLOCKS = 12
 GUESSING = Speculation(num_draft_tokens=4, min_match=1)
 PROMPT = tuple(range(20, 60))
@@ -35,7 +35,7 @@ GRAMMAR = Grammar(GrammarKind.REGEX, ("as the fake grammars say",))
 
 
 class Refusing(FakeGrammar):
-    """Cannot follow any sequence."""
+    """Grammar that cannot follow any sequence."""
 
     def matcher(self, stop_token_ids: frozenset[int], output: Sequence[int]) -> FakeMatcher:
         raise InvalidRequest("not of the grammar")
@@ -63,7 +63,7 @@ def outputs(model: str, group: Group) -> dict[str, Any]:
 
 
 def swapped(model: str, group: Group) -> dict[str, Any]:
-    """Sequences with more blocks than the cache, which go to the host's memory and back."""
+    """Return tokens of sequences that exceed the cache and are swapped to host memory and back."""
     engine = TorchEngine(Path(model), 8, group, preemption="swap", swap_mib=1)
     tokens = engine.serve(swapped_jobs())
     return {"swapped": tokens, "blocks swapped in": engine.counters.blocks_swapped_in}
@@ -95,11 +95,11 @@ def steps_by_hand(model: str, group: Group) -> list[list[int] | str]:
         _row(2, (even, 22, 23, 24), 10, num_drafts=3),
     )
     second = runner.execute(Plan(2, Rows.of(decode)))
-    return [_told(result) for result in (*first, *second)]
+    return [_tokens_or_error(result) for result in (*first, *second)]
 
 
 def _admissions(rank: int) -> Iterable[Admission]:
-    """Only rank 0 has grammars."""
+    """Yield the admissions of the rows; only rank 0 has grammars."""
     even = FakeGrammar(lambda output: range(0, 200, 2)) if rank == 0 else None
     refusing = Refusing(lambda output: ()) if rank == 0 else None
     yield admission(SamplingParams(seed=3, frequency_penalty=0.4, logprobs=1), PROMPT)
@@ -113,7 +113,7 @@ def _row(slot: int, tokens: Sequence[int], start: int = 0, **more: Any) -> Row:
     return Row(slot, tuple(tokens), start, blocks, samples=more.pop("samples", True), **more)
 
 
-def _told(result: RowResult) -> list[int] | str:
+def _tokens_or_error(result: RowResult) -> list[int] | str:
     return type(result.error).__name__ if result.error is not None else [*result.tokens]
 
 

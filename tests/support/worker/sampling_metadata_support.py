@@ -14,7 +14,7 @@ from worker.runner.sampling_backend import SamplingTable
 from worker.runner.sampling_metadata import SamplingMetadata
 
 GREEDY = SamplingParams(temperature=0.0)
-#: Wider than the first candidates, so that some filters need the whole row.
+#: Vocabulary larger than the first candidates, so that some filters need the whole row.
 WIDE = 1200
 FILTERS = [
     SamplingParams(temperature=0.7),

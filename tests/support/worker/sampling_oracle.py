@@ -19,7 +19,7 @@ from worker.engine.plan import Admission
 
 
 def shaped(scores: Tensor, this: Admission, allowed: Allowed | None = None) -> Tensor:
-    """``scores`` [vocab] of the admission's next token before temperature; -inf is removed."""
+    """Return the next token's ``scores`` [vocab] before temperature; -inf is removed."""
     ids, output = torch.tensor([this.tokens]), this.tokens[this.num_prompt :]
     sampling, out = this.sampling, scores.clone().unsqueeze(0)
     if sampling.logit_bias:
@@ -32,7 +32,8 @@ def shaped(scores: Tensor, this: Admission, allowed: Allowed | None = None) -> T
         possible = torch.isin(torch.arange(len(scores)), torch.tensor(sampling.allowed_token_ids))
         out = out.masked_fill(~possible, -torch.inf)
     if sampling.banned_sequences:
-        # Transformers ignores a sequence that is longer than what is before the token.
+        # The padding is needed, because transformers ignores a sequence that is longer than the
+        # text before.
         before = torch.tensor([[*[-1] * 8, *output]])
         banned = dict.fromkeys(sampling.banned_sequences, -torch.inf)
         out = SequenceBiasLogitsProcessor(banned)(before, out)
@@ -56,7 +57,10 @@ def own_logprobs(scores: Tensor, token: int, num_top: int) -> TokenLogprobs:
 
 
 def is_close(got: Sequence[TokenLogprobs], expected: Sequence[TokenLogprobs]) -> bool:
-    """The same tokens and ranks, and log probabilities within 1e-4, as design.md 7 promises."""
+    """Return whether tokens and ranks are equal, and log probabilities within 1e-4.
+
+    This is the tolerance of design.md 7.
+    """
     if [(g.rank, [t for t, _ in g.top]) for g in got] != [
         (e.rank, [t for t, _ in e.top]) for e in expected
     ]:

@@ -12,7 +12,7 @@ from everlift.errors import EngineFailed
 from everlift.sampling import SamplingParams
 from worker.engine.plan import Admission
 
-#: What may come after an output.
+#: Token ids that may follow an output.
 Allowed = Callable[[Sequence[int]], Iterable[int]]
 
 
@@ -33,12 +33,11 @@ def admission(
 
 
 class FakeGrammar:
-    """Allows what ``allowed`` says of the output so far. A CompiledGrammar
-    (worker.runner.token_mask)."""
+    """CompiledGrammar (worker.runner.token_mask) that permits ``allowed`` of the output so far."""
 
     def __init__(self, allowed: Allowed) -> None:
         self._allowed = allowed
-        #: those that somebody still has
+        #: matchers that are still referenced
         self.matchers = WeakSet[FakeMatcher]()
 
     def matcher(self, stop_token_ids: frozenset[int], output: Sequence[int]) -> FakeMatcher:
@@ -58,7 +57,7 @@ class FakeMatcher:
 
     def mask(self, drafts: Sequence[int], into: Tensor, waiting_since: float) -> int:
         assert into.shape[0] == 1 + len(drafts) and into.dtype == torch.int32
-        into.fill_(0x55555555)  # what stands behind a forbidden draft means nothing
+        into.fill_(0x55555555)  # rows behind a forbidden draft are undefined
         for i in range(1 + len(drafts)):
             allowed = {*self._allowed([*self.output, *drafts[:i]])}
             into[i] = _words(allowed, into.shape[1])

@@ -1,4 +1,4 @@
-"""A scheduler without a runner, for the tests of what it plans."""
+"""Scheduler without a runner, for tests of its plans."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ TOKEN = 5
 
 
 def result(row: Row) -> RowResult:
-    """TOKEN, and another for each draft that is TOKEN. The log probability of the prompt's token at
-    p is -p."""
+    """Return TOKEN, and one more for each accepted draft, which is one that equals TOKEN.
+
+    The log probability of the prompt's token at position p is -p.
+    """
     drafts = row.tokens[len(row.tokens) - row.num_drafts :]
     right = tuple(takewhile(lambda draft: draft == TOKEN, drafts))
     ends = range(row.start + 1, row.start + 1 + len(row.tokens)) if row.scores_prompt else ()
@@ -27,7 +29,7 @@ def result(row: Row) -> RowResult:
 
 
 class Bench:
-    """A scheduler with a runner that always draws TOKEN."""
+    """Scheduler with a runner that always samples TOKEN."""
 
     def __init__(self, bounds: Limits) -> None:
         self.limits = bounds
@@ -50,7 +52,7 @@ class Bench:
         return outcomes
 
     def step(self) -> list[tuple[int, int, int]]:
-        """(slot, start, tokens) of each row of the next step."""
+        """Run the next step; return (slot, start, number of tokens) of each row."""
         plan = self.plan()
         self.commit(plan)
         return [(row.slot, row.start, len(row.tokens)) for row in plan.rows]

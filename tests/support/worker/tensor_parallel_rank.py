@@ -1,11 +1,14 @@
 """Rank of a tensor-parallel engine: python -m tests.support.worker.tensor_parallel_rank TASK.
 
 TASK is JSON: {"store", "rank", "size", "shares_memory", "models": [directory, ...], "prompts",
-"families": [directory, ...], "adapted": {family: its adapters}, "logits": directory}. Prints JSON:
-{"outputs": {model: tokens of each prompt}, "ahead": the same of steps that are launched ahead,
-"sampled": tokens of sampled_jobs() by the first model, in either way, "parameter_bytes": {model or
-family: n}}; rank 0 saves each family's logits of all prompts under "logits", by its directory's
-name, and those with adapters with the suffix .adapted.
+"families": [directory, ...], "adapted": {family: its adapters}, "logits": directory}.
+
+The rank prints JSON: {"outputs": {model: tokens of each prompt}, "ahead": the same with steps
+launched ahead, "sampled": tokens of sampled_jobs() by the first model, in both ways,
+"parameter_bytes": {model or family: n}}.
+
+Rank 0 saves each family's logits of all prompts under "logits", in a file with the directory's
+name. Logits with adapters have the suffix .adapted.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from worker.parallel import collectives
 from worker.parallel.group import Group, init_group, join_store
 
 CPU = torch.device("cpu")
-#: 127.0.0.1 as /proc/net/tcp writes it.
+#: Address 127.0.0.1 in /proc/net/tcp.
 LOOPBACK = "0100007F"
 MAX_POSITION = 256
 
@@ -84,14 +87,14 @@ def save_logits(
 def adapted_logits(
     family: Path, prompts: list[list[int]], group: Group, adapters: Sequence[str]
 ) -> list[Tensor] | None:
-    """Logits of the prompts, each with another adapter or with none; see SteppedModel.logits."""
+    """Return logits of the prompts, each with another adapter or none; see SteppedModel.logits."""
     decoder = SteppedDecoder(family, MAX_POSITION, group, adapters=adapters)
     numbers = [i % (len(adapters) + 1) for i in range(len(prompts))]
     return decoder.logits(prompts, steps(prompts), numbers if adapters else None)
 
 
 def steps(prompts: list[list[int]]) -> list[Step]:
-    """A chunk of every prompt, their last tokens but one, and that one."""
+    """Return three steps: a chunk of every prompt, the rest but the last token, and that token."""
     chunks = [(i, min(20, len(prompt) - 1)) for i, prompt in enumerate(prompts)]
     rest = [(i, len(prompts[i]) - 1 - count) for i, count in chunks]
     rows = (chunks, rest, [(i, 1) for i in range(len(prompts))])
@@ -104,7 +107,7 @@ def parameter_bytes(model: str, group: Group) -> int:
 
 
 def listening() -> set[tuple[str, str]]:
-    """Address and port of this process's listening TCP sockets, as /proc/net/tcp writes them."""
+    """Return address and port of this process's listening TCP sockets, as in /proc/net/tcp."""
     links = (link.readlink().name for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
     own = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
     found = set()

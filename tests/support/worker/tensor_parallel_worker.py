@@ -1,5 +1,8 @@
-"""Rank 1 of a worker of two over a real model, which launches its steps ahead as on a GPU: MODEL,
-RENDEZVOUS and the starter's process id, and perhaps at which of its sums it has no memory."""
+"""Rank 1 of a two-rank worker over a real model, which launches steps ahead as on a GPU.
+
+Arguments: MODEL, RENDEZVOUS, the launcher's process id, and optionally the period of sums that run
+out of memory.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from worker.runner.runner import TorchRunner
 from worker.runner.sampled_tokens import LastTokens
 from worker.serving.rank import Rank
 
-#: Fewer than the test's sequences grow into, enough for each alone.
+#: Fewer blocks than the test's sequences grow into, but enough for each alone.
 NUM_BLOCKS = 9
 
 
@@ -36,6 +39,8 @@ def config(model: str) -> WorkerConfig:
         max_num_seqs=16,
         max_num_batched_tokens=48,
         max_loaded_adapters=2,
+        # On a busy machine a rank may lack a core for seconds.
+        rank_silence=20.0,
     )
 
 
@@ -50,8 +55,9 @@ BUILD_RUNNER = build.build_runner
 
 
 def lack_memory(every: int) -> None:
-    """Let every ``every``-th sum of more than one token run out of memory, layer by layer as on a
-    GPU.
+    """Let every ``every``-th sum of more than one token run out of memory.
+
+    Layers run one by one, as on a GPU.
     """
     compute, sums = RowLinear.__call__, count(1)
 

@@ -1,4 +1,4 @@
-"""An engine on the torch runner, for tests that compare its tokens. Needs no transformers."""
+"""Engine on the torch runner, for tests that compare its tokens; needs no transformers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from worker.runner.sampled_tokens import LastTokens
 
 @dataclass(frozen=True)
 class Job:
-    """``sampling.seed`` tells whose rows are whose, so no two jobs of an engine share one.
+    """Sequence to generate; ``output`` is the part that another engine has already generated.
 
-    ``output`` is the beginning of the output, if another engine has made it already.
+    ``sampling.seed`` identifies the job's rows, so jobs of one engine need different seeds.
     """
 
     prompt: list[int]
@@ -47,7 +47,7 @@ def greedy_jobs(prompts: Sequence[list[int]], max_tokens: int) -> list[Job]:
 
 
 def starts(jobs: Sequence[Job], stop_token_ids: Sequence[int]) -> list[session_pb2.Start]:
-    """Their epochs count from 1."""
+    """Return the start messages of ``jobs``, with epochs that count from 1."""
     return [
         start(
             epoch,
@@ -66,7 +66,7 @@ def starts(jobs: Sequence[Job], stop_token_ids: Sequence[int]) -> list[session_p
 def served_ahead(
     runner: TorchRunner, config: WorkerConfig, jobs: Sequence[Job], stop_token_ids: Sequence[int]
 ) -> list[list[int]]:
-    """Output tokens of ``jobs``, all there from the start, by steps that are launched ahead."""
+    """Return the outputs of ``jobs``, all added at the start, with steps launched ahead."""
     limits = Limits.of(config, runner)
     engine = Engine(runner, limits, launch=runner.launch)
     for message in starts(jobs, stop_token_ids):
@@ -79,7 +79,7 @@ def outputs(collected: Collected, jobs: Sequence[Job]) -> list[list[int]]:
 
 
 class RecordingRunner:
-    """A Runner that keeps the plans it was given."""
+    """Runner that records its plans."""
 
     def __init__(self, runner: TorchRunner) -> None:
         self._runner = runner
@@ -143,11 +143,11 @@ class TorchEngine:
         self._engine = Engine(self._runner, self._limits, survivable, launch=launch)
 
     def serve(self, jobs: Sequence[Job]) -> list[list[int]]:
-        """Output tokens of ``jobs``, all there from the start."""
+        """Return the output tokens of ``jobs``, all added at the start."""
         return outputs(self.collect(jobs), jobs)
 
     def collect(self, jobs: Sequence[Job]) -> Collected:
-        """All that is said of ``jobs``, whose epochs count from 1."""
+        """Return all outcomes of ``jobs``, whose epochs count from 1."""
         for message in starts(jobs, self._eos):
             self._engine.add(EngineSequence.from_start(message, self._limits))
         return run(self._engine)
@@ -169,7 +169,7 @@ class TorchEngine:
         return self._engine.load().counters.accepted_tokens
 
     def first_position(self, job: Job) -> int:
-        """Return the position at which the first row of ``job`` began; earlier ones were cached."""
+        """Return the position of the first computed token of ``job``; earlier ones were cached."""
         for plan in self._runner.plans:
             for admission in plan.admissions:
                 if admission.sampling.seed == job.sampling.seed:
@@ -178,7 +178,7 @@ class TorchEngine:
 
     @property
     def mixed_steps(self) -> int:
-        """Steps in which a part of a prompt was computed beside sequences that decode."""
+        """Number of steps that computed a part of a prompt beside decoding sequences."""
         return sum(
             not plan.rows[-1].samples and plan.rows[0].start > 0 and plan.rows[0].samples
             for plan in self._runner.plans
@@ -186,5 +186,5 @@ class TorchEngine:
 
     @property
     def widest_step(self) -> int:
-        """Most rows of a step."""
+        """Largest number of rows of a step."""
         return max(len(plan.rows) for plan in self._runner.plans)

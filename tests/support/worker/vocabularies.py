@@ -45,7 +45,7 @@ def _byte_level() -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS * 4, trainer)
-    # Outside and inside the byte-level alphabet.
+    # One token is outside the byte-level alphabet, the other inside.
     tokenizer.add_tokens([AddedToken("<tool call>"), AddedToken("<think>")])
     return tokenizer
 
@@ -56,7 +56,7 @@ def _vocabulary() -> dict[str, int]:
 
 
 def _sentencepiece(*, strips: bool) -> Tokenizer:
-    """Return a byte-fallback BPE as Llama 2 has it, or as Gemma does if nothing ``strips``."""
+    """Return a byte-fallback BPE as Llama 2 has it, or as Gemma does without ``strips``."""
     tokenizer = Tokenizer(models.BPE(_vocabulary(), [], byte_fallback=True))
     tokenizer.add_special_tokens(["<s>"])
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]

@@ -10,7 +10,7 @@ from worker.parallel.group import Group
 
 
 class Rank(Group):
-    """Rank of a group whose other ranks do not exist: nothing is computed."""
+    """Rank of a group whose other ranks do not exist; it cannot compute."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank

@@ -1,4 +1,4 @@
-"""Shared by the tests of the worker without torch."""
+"""Support of worker tests without torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worker.engine.outcome import Outcome, Residence, SequenceKey, Stop
 from worker.engine.sequence import Sequence as EngineSequence
 from worker.runner.fake_runner import FakeRunner
 
-#: One of each policy. Deadlines of slai are a few steps away where a step is a second.
+#: One scheduling for each policy. Deadlines of slai are a few steps away if a step takes a second.
 POLICIES = {
     "continuous": Scheduling(),
     "static": Scheduling("static"),
@@ -27,7 +27,7 @@ POLICIES = {
 }
 under_each_policy = pytest.mark.parametrize("scheduling", POLICIES.values(), ids=POLICIES)
 
-#: Ageing by which each prompt is longer than all later ones, so that prompts come by arrival.
+#: Ageing that outweighs all prompt lengths, so that prompts are served by arrival.
 BY_ARRIVAL = Scheduling(ageing_tokens=1 << 20)
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -106,7 +106,7 @@ def start(
 
 
 def shortened(message: session_pb2.Start, num_chunks: int) -> session_pb2.Start:
-    """Leave out the first chunks of a start."""
+    """Replace the first ``num_chunks`` chunks of a start by an omitted prefix."""
     prompt, output = list(message.prompt_ids), list(message.output_ids)
     count = num_chunks * CHUNK_SIZE
     num_prompt = min(count, len(prompt))
@@ -124,16 +124,16 @@ def sequence(bounds: Limits, epoch: int, prompt: Iterable[int], **fields: Any) -
 
 
 def prompt(length: int, first: int = 1) -> list[int]:
-    """``length`` tokens that count from ``first``."""
+    """Return ``length`` tokens that count up from ``first``."""
     return [(first + i) % 1000 for i in range(length)]
 
 
 class Collected:
     """Outcomes of an engine, by sequence.
 
-    It checks that offsets are contiguous, also those of the prompt's log probabilities, that the
-    number of computed tokens never decreases, that only a preempted sequence resumes, and that
-    nothing follows a stop.
+    It checks that offsets are contiguous, including those of the prompt's log probabilities, and
+    that the number of computed tokens never decreases. Only a preempted sequence may resume, and
+    nothing may follow a stop.
     """
 
     def __init__(self) -> None:
@@ -182,7 +182,7 @@ class Collected:
 
 
 def run(engine: Engine, collected: Collected | None = None, max_steps: int = 10_000) -> Collected:
-    """Steps of a second until nothing is left, checking the books after each."""
+    """Run steps of one second until no work is left; check integrity after each."""
     collected = collected or Collected()
     for _ in range(max_steps):
         if not engine.has_work:
@@ -193,7 +193,11 @@ def run(engine: Engine, collected: Collected | None = None, max_steps: int = 10_
 
 
 def tensor_parallel(ranks: int, num_blocks: int = 8, ahead: bool = False) -> WorkerConfig:
-    """A small worker of several ranks with the fake runner; ``ahead``, steps are launched so."""
+    """Return the settings of a small worker of several ranks with the fake runner.
+
+    With ``ahead``, steps are launched ahead. The timeouts allow for a rank that lacks a core for
+    seconds on a busy machine.
+    """
     return WorkerConfig(
         model="fake",
         fake=FakeModel(runs_ahead=ahead),
@@ -201,5 +205,7 @@ def tensor_parallel(ranks: int, num_blocks: int = 8, ahead: bool = False) -> Wor
         num_blocks=num_blocks,
         max_num_seqs=4,
         max_num_batched_tokens=48,
-        join_timeout=10.0,
+        join_timeout=60.0,
+        drain_timeout=30.0,
+        rank_silence=20.0,
     )

@@ -16,7 +16,7 @@ SESSIONS = AgentSessions(max_prompt_tokens=20_000, min_turns=5, max_turns=15).at
 
 
 def reused(arrivals: list[Arrival], *, locality: bool) -> int:
-    """Return how many prompt tokens are prefix-cache hits on four workers."""
+    """Return the number of prompt tokens that are prefix-cache hits on four workers."""
     config = RouterConfig(max_queued=1_000_000, locality=locality)
     records = simulate(iter(arrivals), Scenario((spec(),) * 4, config, weights=None)).records
     assert all(it.refused == "" for it in records)

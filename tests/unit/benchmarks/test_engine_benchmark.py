@@ -30,7 +30,7 @@ def _figures(
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_multiplied_bytes_count_only_a_tied_embedding(tied: bool, tmp_path: Path) -> None:
-    # A tied embedding is the head; one that is only looked up is not multiplied with.
+    # A tied embedding is also the output head; an untied one is only looked up.
     directory = checkpoints.ensure("tiny", tmp_path)
     layer = 256 * 256 * 2 + 256 * 128 * 2 + 256 * 688 * 3
     config = json.loads((directory / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""bench-gpu in small, and its arithmetic."""
+"""bench-gpu with small shapes, and its arithmetic."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_gpu_ratios_are_shares_of_the_bound() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is no small one then")
 def test_gpu_engine_part_measures_decode_mix_and_idle_shares() -> None:
     first, *_, found = map(json.dumps, gpu_parts.engine(TINY))
-    assert json.loads(first)["decode_s"].keys() == {"1"}, "each figure is told when it is there"
+    assert json.loads(first)["decode_s"].keys() == {"1"}, "each figure is reported when it is there"
     assert {*json.loads(found)["decode_s"]} == {"1", "4"} and json.loads(found)["mix_tok_s"] > 0
     *_, idle = gpu_parts.idle(TINY)
     assert idle.keys() == {"1", "4"} and all(0 <= batch["idle"] < 1 for batch in idle.values())
@@ -170,7 +170,7 @@ def test_transformers_part_reports_attention_and_graphs(
     """transformers keeps these settings in a copy of the given configuration."""
     from transformers.generation import configuration_utils as generation
 
-    # Its annotations name the class that is replaced.
+    # Its annotations name the class that is replaced, so it is imported before.
     import_module("transformers.generation.continuous_batching")
     few = partial(generation.ContinuousBatchingConfig, num_blocks=64, max_batch_tokens=64)
     monkeypatch.setattr(generation, "ContinuousBatchingConfig", few)
@@ -179,7 +179,7 @@ def test_transformers_part_reports_attention_and_graphs(
     assert found["attention"].endswith("sdpa") and found["graphs"] == "(False, False)"
 
 
-#: In the place of a Python that runs a part.
+#: Program that replaces the Python which runs a part.
 PART = """#!/bin/sh
 [ "$3" = late ] && exec sleep 60
 [ "$3" = broken ] && exit 1

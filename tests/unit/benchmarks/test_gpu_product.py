@@ -14,7 +14,7 @@ from benchmarks.gpu import gpu_product
 from benchmarks.gpu.gpu_product import Output, Phase, Results, compare, faults
 from everlift.sampling import TokenLogprobs
 
-#: After token 5 the model wavers between 6 and 8.
+#: After token 5, the model has nearly equal probabilities for 6 and 8.
 REFERENCE = Output(
     [5, 6, 7],
     [

@@ -1,4 +1,4 @@
-"""Evaluation of two reports by the benchmark of the load generator."""
+"""Evaluation of two generators' reports by the load-generator benchmark."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_reports_of_both_generators_yield_comparable_figures() -> None:
     metrics = {
         "time_to_first_token_ms": {"p50": 100.0, "p99": 100.0},
         "inter_token_latency_ms": {"p50": 10.0, "p99": 10.0},
-        # With the first token.
+        # This metric includes the first token.
         "time_per_output_token_ms": {"p50": 18.0, "p99": 18.0},
         "request_latency": {"p50": 0.2, "p99": 0.2},
     }

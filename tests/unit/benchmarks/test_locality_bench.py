@@ -43,7 +43,7 @@ def test_infinite_cache_reuses_shared_parts_of_a_tenant() -> None:
     assert cache.add(part(2000, 1, 2, 4)) == 1024
     assert cache.add(part(2000, 4, 2, 3)) == 0
     assert cache.add(part(2000, 1, 2, 3, tenant="b")) == 0
-    # The last token is computed in any case.
+    # The last token is always computed.
     assert cache.add(part(1024, 1, 2)) == 992
 
 

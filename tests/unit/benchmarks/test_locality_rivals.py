@@ -1,4 +1,4 @@
-"""The choices of other routers, in small cases whose result is known."""
+"""Choices of other routers' policies, in small cases with known results."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from benchmarks.locality_workloads import recorded_trace
 from benchmarks.mooncake_traces import BLOCK_TOKENS, SHAPES, Request, Statistics, write
 from cluster.simulator.workloads.traces.trace import Trace
 
-#: requests in an hour, mean input and output, cache ratio: as published
+#: Published numbers of requests in an hour, mean input and output lengths, and cache ratios.
 PUBLISHED = {
     "conversation": Statistics(12_031, 12_035, 343, 0.40),
     "toolagent": Statistics(23_608, 8_596, 182, 0.59),

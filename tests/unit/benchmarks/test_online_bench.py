@@ -1,4 +1,4 @@
-"""Evaluation of answers and of other processes' CPU time by the benchmark of the whole product."""
+"""Evaluation of answers and of processes' CPU time by the end-to-end benchmark."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_figures_of_answers_have_rates_and_percentiles() -> None:
 def _system(
     tokens_per_s: float, ttft: tuple[float, float], tpot: tuple[float, float]
 ) -> dict[str, dict[str, float]]:
-    """The 99th percentile is the square of the 50th."""
+    """Return a system's figures; each 99th percentile is the square of the 50th."""
     loads = {
         case: {
             "ttft_p50_ms": first,
@@ -132,7 +132,7 @@ def test_serving_overhead_is_core_time_per_token() -> None:
     assert ratios(found) == {"added_core_ms_per_token": 0.25}
 
 
-# A process whose first thread waits while another one works, with a child.
+# Program whose main thread waits while a second thread computes; it has a child process.
 WORKS = """
 import subprocess, sys, threading, time
 child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)

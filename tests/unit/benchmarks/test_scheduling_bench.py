@@ -1,4 +1,4 @@
-"""Evaluation by the benchmark of admission."""
+"""Evaluation by the admission benchmark."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_victim_choice_takes_its_sequence_of_the_lowest_class() -> None:
 
 
 def running(epoch: int, num_blocks: int, priority: int = 0) -> Sequence:
-    """Epochs are in the order of arrival."""
+    """Return a running sequence; epochs are in the order of arrival."""
     there = sequence(limits(), epoch, prompt(200), priority=priority)
     there.order = epoch
     there.num_computed = num_blocks * BLOCK_SIZE

@@ -1,4 +1,4 @@
-"""Requests of the benchmark of retention."""
+"""Requests of the session-retention benchmark."""
 
 from __future__ import annotations
 

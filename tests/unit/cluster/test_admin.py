@@ -44,7 +44,7 @@ class Link:
     adapters: session_pb2.LoadedAdapters = field(default_factory=session_pb2.LoadedAdapters)
 
     async def check_adapter(self, source: str) -> session_pb2.CheckAdapterResponse:
-        """Accept everything that lies below /adapters."""
+        """Accept every path below /adapters."""
         if "=/adapters/" not in source:
             return session_pb2.CheckAdapterResponse(error=f"{source} lies elsewhere")
         return session_pb2.CheckAdapterResponse(source=source, digest="digest")
@@ -78,7 +78,7 @@ class FailingLedger(MemoryLedger):
 
 
 class Emptying(inference_pb2_grpc.InferenceServicer):
-    """A status in which worker ab has fewer sequences each time that one looks."""
+    """Status in which worker abc has one sequence fewer at each query."""
 
     def __init__(self, sessions: RecordedSessions) -> None:
         self._sessions = sessions
@@ -312,7 +312,7 @@ async def test_policy_command_rejects_invalid_options_in_one_line(
 
 
 async def lead(router: Router) -> None:
-    """Store a leader's load report."""
+    """Store a load report of a leader."""
     await router.ledger.lead("leader", "here:1", 5, 60.0)
     load = session_pb2.ClusterLoad(
         term=5, queued=2, queued_tokens=900, worker_rate=150.0, wait_s=3.0

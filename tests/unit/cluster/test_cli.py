@@ -76,8 +76,8 @@ assert not others & sys.modules.keys(), others & sys.modules.keys()
 async def test_cli_rejects_picture_paths_with_other_suffixes(tmp_path: Path) -> None:
     for command in (("demo", "--picture"), ("explain", "r", "--png")):
         for name in ("x.foo", "x"):
-            told = await failure(*command, str(tmp_path / name))
-            assert told.startswith(f"{command[-1]}: must end with one of .png ")
+            message = await failure(*command, str(tmp_path / name))
+            assert message.startswith(f"{command[-1]}: must end with one of .png ")
     assert not list(tmp_path.iterdir())
 
 
@@ -158,7 +158,7 @@ async def test_generate_sends_the_files_of_images(tmp_path: Path) -> None:
 
 
 def test_generate_has_a_flag_for_every_client_option() -> None:
-    """But for those that a command settles itself."""
+    """Options that the command sets itself are the exception."""
     settled = {"model", "on_disconnect", "explain"}
     assert OPTIONS.keys() == GenerateOptions.__annotations__.keys() - settled
 
@@ -236,7 +236,7 @@ async def test_generate_json_schema_file_must_be_readable_text(tmp_path: Path) -
     assert (await failure(*schema, "@~nouser/x")).startswith("~nouser/x: the home directory")
 
 
-#: No text: what a shell hands over of the byte 0xff.
+#: Argument that is not UTF-8: Python's decoding of the byte 0xff.
 NO_TEXT = "\udcff"
 
 
@@ -396,7 +396,7 @@ async def test_chaos_run_needs_a_key_with_its_scope() -> None:
     async with FakeRouter(api_key="ev_1_secret") as router:
         said = await failure(*chaos, "--address", router.address)
         assert said.endswith("commands use the key in EVERLIFT_API_KEY")
-    # What commands ask first is answered so, and what random faults are thrown by.
+    # The command itself and its random faults call GetStatus first.
     refused = [Refuse(Forbidden("the key is for inference"), call="GetStatus")] * 2
     async with FakeRouter(faults=refused) as router:
         assert await failure(*chaos, "--address", router.address) == "the key is for inference"
@@ -428,7 +428,7 @@ def test_config_file_is_utf8_in_any_locale(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_bytes("state_dir: /srv/f\u00fcr_alle".encode())
     script = "import sys, cluster.config as c; print(ascii(c.load(c.Path(sys.argv[1]), {})))"
-    # What says ASCII is UTF-8 to Python, unless it is told that it is not.
+    # Python takes the C locale for UTF-8 unless both of its fallbacks are off.
     environ = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     command = [sys.executable, "-c", script, str(file)]
     shown = subprocess.run(command, env=environ, check=True, capture_output=True).stdout

@@ -21,7 +21,7 @@ def test_endpoint_is_found_only_while_published(tmp_path: Path) -> None:
 
 
 def test_endpoint_file_of_a_killed_process_is_ignored(tmp_path: Path) -> None:
-    # A process that starts again in a container has the id of the killed one.
+    # A restarted process in a container has the same process id as the killed one.
     text = json.dumps({"addresses": ["a:1"], "pid": os.getpid()})
     (tmp_path / "endpoint.json").write_text(text)
     assert endpoint.find(tmp_path) == []

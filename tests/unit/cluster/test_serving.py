@@ -124,7 +124,7 @@ def test_stages_print_one_line_each_with_a_result() -> None:
     assert over.startswith("  ledger   in [/home] (0.")
     with pytest.raises(ClusterFailed), stages.stage("workers", "loading m"):
         raise ClusterFailed("no memory")
-    # What failed has no result.
+    # A failed stage has no result.
     assert said.getvalue().splitlines()[2:] == ["  workers  loading m ..."]
 
 
@@ -136,6 +136,6 @@ def test_up_rejects_a_second_cluster_in_a_state_directory(tmp_path: Path) -> Non
             ClusterFailed, match=r"already running: process \d+, at 127.0.0.1:5\. Stop"
         ):
             _check_not_running(config)
-        # Nothing of theirs is shared.
+        # A cluster with an external ledger may use the directory of a running cluster.
         _check_not_running(load(None, {}, [f"state_dir={tmp_path}", "ledger.url=redis://h:1"]))
     _check_not_running(config)

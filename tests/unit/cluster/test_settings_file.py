@@ -1,4 +1,4 @@
-"""Wrong settings of a file, all of which are reported with their lines."""
+"""Invalid settings of a file, all of which are reported with their line numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""everlift train-predictor."""
+"""The command ``everlift train-predictor``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.router.prediction_support import lines, mixed, served
 
 
 def everlift(*arguments: object) -> str:
-    """Return the output of the command, which must succeed."""
+    """Run ``everlift train-predictor``, which must succeed, and return its output."""
     result = CliRunner().invoke(app, ["train-predictor", *map(str, arguments)])
     assert result.exit_code == 0, result.output
     return result.stdout
@@ -57,9 +57,9 @@ def test_train_predictor_keeps_reusable_examples_without_prompts(
 
 def test_train_predictor_merges_files_by_arrival(tmp_path: Path) -> None:
     parts = [tmp_path / "later.jsonl", tmp_path / "earlier.jsonl"]
-    told = lines(mixed(1, 400))
-    parts[0].write_text("\n".join(told[200:]))
-    parts[1].write_text("\n".join(told[:200]))
+    examples = lines(mixed(1, 400))
+    parts[0].write_text("\n".join(examples[200:]))
+    parts[1].write_text("\n".join(examples[:200]))
     out, kept = tmp_path / "lengths.json", tmp_path / "kept.jsonl"
     everlift(out, "--examples", parts[0], "--examples", parts[1], "--keep", kept)
     arrived = [json.loads(line)["arrived"] for line in kept.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""SECURITY.md names each published advisory that counts here once, and tests that exist."""
+"""SECURITY.md lists each relevant published advisory once, with tests that exist."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ ADVISORIES = {
 
 
 def test_advisories_are_listed_once() -> None:
-    told = Counter(re.findall(r"CVE-(\d{4}-\d+)", " ".join(row[0] for row in ROWS)))
-    assert told == Counter(number for numbers in ADVISORIES.values() for number in numbers)
+    listed = Counter(re.findall(r"CVE-(\d{4}-\d+)", " ".join(row[0] for row in ROWS)))
+    assert listed == Counter(number for numbers in ADVISORIES.values() for number in numbers)
     assert "GBNF" in SECTION
 
 
@@ -57,7 +57,7 @@ def _tests_of(path: Path) -> set[str]:
 
 
 def test_ray_version_rejects_browser_requests() -> None:
-    """Since 2.52."""
+    """Ray rejects requests of browsers since version 2.52."""
     assert tuple(map(int, version("ray").split(".")[:2])) >= (2, 52)
     least = re.search(r'"ray\[[^"]*?[>=]=(\d+)\.(\d+)', (ROOT / "pyproject.toml").read_text())
     assert least is not None and tuple(map(int, least.groups())) >= (2, 52)

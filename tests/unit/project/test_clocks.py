@@ -1,4 +1,4 @@
-"""Routers and workers of one cluster may run on machines whose clocks differ by minutes."""
+"""Uses of the wall clock, which may differ by minutes between machines of one cluster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-#: What tells the time of day, as it is called.
+#: Functions that return the time of day.
 WALL_CLOCK = {"time", "time_ns", "now", "utcnow", "today", "ctime", "localtime", "gmtime"}
 OWNERS = {"time", "datetime", "date"}
 FILES = [
@@ -21,7 +21,7 @@ FILES = [
 
 
 def looks(tree: ast.AST) -> Iterator[str]:
-    """Every look at the wall clock: ``time.time``, and ``from time import time``."""
+    """Yield all references to the wall clock: ``time.time``, and ``from time import time``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             if node.value.id in OWNERS and node.attr in WALL_CLOCK:
@@ -36,9 +36,11 @@ def test_wall_clock_calls_are_detected(code: str) -> None:
 
 
 def test_wall_clock_is_read_only_in_listed_files() -> None:
-    """Moments are the ledger's, and all else is durations on a clock that only goes forward. Only
-    the span of a refused request, which the ledger never saw, has its machine's time, and so have
-    the dates of keys, and what an answer says of its day."""
+    """Times are the ledger's, and durations are measured on a monotonic clock.
+
+    Exceptions are the trace of a rejected request, which the ledger has no record of, the dates of
+    keys, and the dates in answers.
+    """
     found = {
         str(path.relative_to(ROOT)): list(looks(ast.parse(path.read_text()))) for path in FILES
     }

@@ -1,4 +1,4 @@
-"""Every kernel compiles to machine code for GPUs that are not here."""
+"""Compilation of every kernel to machine code for several GPUs, none of which is needed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections import Counter
 
 import pytest
 
-#: Of a program, by compute capability: on an A100, an L40, an H100 and a B200.
+#: Shared memory of a program by compute capability: on an A100, an L40, an H100 and a B200.
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
-#: Of a thread, what costs next to nothing.
+#: Spilled bytes of a thread that cost next to nothing.
 SPILLED_BYTES = 128
-#: Instructions that multiply matrices, of newer GPUs.
+#: Instructions of newer GPUs that multiply matrices, by compute capability.
 OWN = {90: "wgmma", 100: "tcgen05.mma"}
 KERNELS = {
     *("attend_tiles", "merge_splits", "turn_and_place"),
@@ -34,16 +34,16 @@ def test_kernels_compile_for_every_capability(capability: int) -> None:
     variants = [json.loads(line) for line in done.stdout.splitlines()]
     found = Counter(variant["kernel"] for variant in variants)
     assert {*found} == KERNELS
-    # Two kinds of tiles, four head dimensions, three dtypes; and the decoding step's.
+    # Two kinds of tiles, four head dimensions, three dtypes; and the variant for decode steps.
     assert found["attend_tiles"] >= 2 * 4 * 3 + 1
     for variant in variants:
         assert variant["code_bytes"] > 1000 and variant["shared_bytes"] <= SHARED_BYTES[capability]
         assert variant["spilled_bytes"] <= SPILLED_BYTES, variant
         if variant["types"] and variant["kernel"] == "attend_tiles":
-            # These instructions have whole tiles of 64 queries, and no fewer.
+            # These instructions need tiles of at least 64 queries.
             is_wide = variant["BLOCK_ROWS"] >= 64 and capability >= 90
             assert (OWN[capability] if is_wide else "mma.sync") in variant["products"], variant
         if variant["kernel"] == "multiply_tiles" and variant["x"] != "*fp32":
-            # A compiler that gives up may leave a program that does nothing.
+            # A failed compilation may leave a program that does nothing.
             assert variant["registers"] > 16
             assert OWN.get(capability, "mma.sync") in variant["products"], variant

@@ -1,4 +1,4 @@
-"""deploy/Dockerfile as far as it can be checked without building it (make test-image does)."""
+"""Checks of deploy/Dockerfile without a build, which is a part of `make test-image`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_dockerfile_pins_images_and_packages() -> None:
     for command in those("RUN"):
         for install in re.findall(r"pip install [^;&]*", command):
             is_pinned = "-c constraints.txt" in install or "--no-deps" in install
-            # The tool that lists what is in the image is no part of it.
+            # The tool that lists the image's packages is not part of the image.
             assert is_pinned or re.search(r"cyclonedx-bom==[\d.]+", install), install
 
 
@@ -106,7 +106,7 @@ def test_dockerfile_labels_the_image() -> None:
 def test_image_has_rsync_and_a_compiler_for_triton(
     variant: str, packages: set[str], tmp_path: Path
 ) -> None:
-    """The last stage's own commands are run, with nothing behind their names."""
+    """The commands of the last stage are run with stand-ins for the programs."""
     for name in ("apt-get", "rm", "groupadd", "useradd"):
         (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/done\n')
         (tmp_path / name).chmod(0o755)
@@ -131,7 +131,7 @@ def test_requirements_script_lists_the_projects_dependencies() -> None:
     lines = found.stdout.splitlines()
     project = PROJECT["project"]
     assert lines == project["dependencies"] + project["optional-dependencies"]["traces"]
-    # The CPU variant appends to the only line that begins so.
+    # The CPU variant appends to this line, so it must be unique.
     [torch] = (line for line in lines if line.startswith("torch=="))
     assert torch in (ROOT / "constraints.txt").read_text().splitlines()
 
@@ -142,13 +142,13 @@ def test_dockerfile_user_is_not_root_and_matches_the_chart() -> None:
     context = values["podSecurityContext"]
     assert (int(user), int(group)) == (context["runAsUser"], context["runAsGroup"])
     assert int(user) > 0
-    # Nothing is done as somebody else after it.
+    # All later commands run as this user.
     last = [name for name, _ in instructions()][::-1]
     assert last.index("USER") < last.index("RUN")
 
 
 class Host:
-    """Machine that Ray reaches by ssh: it has the image, and no container yet."""
+    """Machine that Ray reaches by ssh, with the image and without a container."""
 
     ssh_user, cluster_name = "ubuntu", "everlift"
 
@@ -168,7 +168,7 @@ class Host:
         return {found.split(":")[1] for found in re.findall(r"-v (\S+)", start)}
 
 
-#: Of the user that the image has: what a shell in its container finds.
+#: Home directory of the image's user, as a shell in the container finds it.
 HOME = "/home/everlift"
 
 
@@ -202,7 +202,7 @@ def test_dockerfile_has_no_secret() -> None:
 
 
 def test_dockerfile_installs_commands_in_usr_local() -> None:
-    """KubeRay starts some in one, which sets PATH anew: there is /usr/local/bin in any case."""
+    """KubeRay uses a login shell for some commands, whose PATH always has /usr/local/bin."""
     [copied] = (rest for rest in those("COPY") if rest.startswith("--from="))
     assert copied == "--from=packages /usr/local /usr/local"
     assert not any("PATH=" in rest.replace("PYTHONPATH=", "") for rest in those("ENV"))

@@ -1,4 +1,4 @@
-"""Outputs that documents show: errors and table headers have the texts of the product."""
+"""Outputs in documents: the errors and table headers are texts of the product."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.documents import ROOT, documents
 
 PRODUCT = ("cluster", "proto/everlift", "router", "worker")
 PATHS = [pytest.param(ROOT / path, id=str(path)) for path in documents()]
-#: Minimum number of letters of a template; a shorter one begins too many texts.
+#: Minimum number of letters of a template; a shorter one matches too many texts.
 _LEAST_LETTERS = 9
 
 
@@ -57,7 +57,7 @@ def words() -> frozenset[str]:
 
 
 def unknown_errors(text: str) -> list[str]:
-    """Return the errors of commands and of HTTP answers that begin like no text of the product."""
+    """Return the errors of commands and HTTP answers that match no text of the product."""
     shown = re.findall(r'^error: (.*)$|"error":{"message":"(.*?)","type"', text, re.MULTILINE)
     errors = (command or answer for command, answer in shown)
     return [error for error in errors if not any(each.match(error) for each in templates())]

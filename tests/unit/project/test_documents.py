@@ -1,4 +1,4 @@
-"""The project's Markdown: where its links lead, whether its commands and examples are right."""
+"""Links, commands and examples of the project's Markdown."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ PATHS = [pytest.param(ROOT / path, id=str(path)) for path in documents()]
 
 
 def written(text: str) -> Document:
-    """Return a document as if it were in the root."""
+    """Return a document with this text in the root."""
     return Document(ROOT / "nowhere.md", text)
 
 
 def missing_modules(folder: Path, text: str) -> list[str]:
-    """Return the modules in the first columns of tables that are nowhere in the folder."""
+    """Return the modules in the first columns of tables that do not exist."""
     columns = re.findall(r"^\| (`[^|]*)", text, re.MULTILINE)
     names = [name for column in columns for name in re.findall(r"`([\w/.]+\.py)`", column)]
     return [
@@ -31,8 +31,8 @@ def missing_modules(folder: Path, text: str) -> list[str]:
 
 def faults(document: Document) -> dict[str, str]:
     """Return the faults by command."""
-    told = {" ".join(each.words): fault(each) for each in document.commands()}
-    return {words: what for words, what in told.items() if what}
+    by_command = {" ".join(each.words): fault(each) for each in document.commands()}
+    return {words: what for words, what in by_command.items() if what}
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -43,6 +43,17 @@ def test_documents_have_no_dead_link(path: Path) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_document_tables_name_existing_modules(path: Path) -> None:
     assert missing_modules(path.parent, path.read_text()) == []
+
+
+def test_documents_have_at_most_32000_words() -> None:
+    apart = {Path("CHANGELOG.md"), Path("benchmarks/RESULTS.md")}
+    texts = {path: (ROOT / path).read_text() for path in {*documents()} - apart}
+    assert sum(len(text.split()) for text in texts.values()) <= 32_000
+    assert len(texts[Path("README.md")].split()) <= 1_200
+    for path, text in texts.items():
+        # The table of metrics repeats the catalogue.
+        written = re.sub(r"^\| `everlift_.*$", "", text, flags=re.MULTILINE)
+        assert len(written.split()) <= 1_500, path
 
 
 def test_missing_modules_reports_an_absent_file() -> None:
@@ -122,7 +133,7 @@ def test_command_check_accepts_a_valid_command(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("    everlift upp", "no command upp"),
         ("    everlift chaos drown any-worker", "no command drown"),
@@ -143,13 +154,13 @@ def test_command_check_accepts_a_valid_command(text: str) -> None:
         ("`make tests`", "make knows no tests"),
     ],
 )
-def test_command_check_reports_an_invalid_command(text: str, told: str) -> None:
+def test_command_check_reports_an_invalid_command(text: str, expected: str) -> None:
     [what] = faults(written(text)).values()
-    assert told in what
+    assert expected in what
 
 
 @pytest.mark.parametrize(
-    ("example", "told"),
+    ("example", "expected"),
     [
         ("router: {port: 0}\nworker: {max_num_seqs: 8}", ""),
         ("workers: {min: 1, max: 8}\nconfig:\n  worker: {max_num_seqs: 8}", ""),
@@ -159,7 +170,7 @@ def test_command_check_reports_an_invalid_command(text: str, told: str) -> None:
         ("workers: {min: 1}\nconfig:\n  worker: {max_num_sqes: 8}", "max_num_sqes"),
     ],
 )
-def test_yaml_example_check_reports_its_fault(example: str, told: str) -> None:
+def test_yaml_example_check_reports_its_fault(example: str, expected: str) -> None:
     [block] = written(f"```yaml\n{example}\n```").examples()
     what = fault_of_example(block)
-    assert told in what and bool(told) == bool(what)
+    assert expected in what and bool(expected) == bool(what)

@@ -1,4 +1,4 @@
-"""Search for leftovers after each test, while others run on the same machine."""
+"""Search for leftovers after each test, while other tests run on the same machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def segment() -> Iterator[Path]:
 def test_leftover_shared_memory_fails_the_test(
     segment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conftest, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(conftest, "_TIMEOUT_S", 0.0)
     with pytest.raises(AssertionError, match=segment.name), conftest.leaving_nothing():
         segment.write_bytes(b"-" * 4096)
 

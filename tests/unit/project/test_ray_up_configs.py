@@ -1,4 +1,4 @@
-"""The files of deploy/ray-up: Ray takes the clusters, Everlift the settings, bash the scripts."""
+"""Files of deploy/ray-up: clusters are valid for Ray, settings for Everlift, scripts for bash."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def prepared(path: Path) -> dict[str, Any]:
 def test_ray_up_clusters_are_valid_for_ray(path: Path) -> None:
     config = prepared(path)
     nodes = config["available_node_types"]
-    # Machines that are there are all of one type.
+    # Clusters of existing machines have a single node type.
     assert sum(node["max_workers"] for node in nodes.values()) >= config["max_workers"] > 0
     for role in ("head", "worker"):
         [command] = config[f"{role}_start_ray_commands"]
@@ -68,7 +68,7 @@ def test_ray_up_mounts_resolve_in_the_root_of_a_clone(
 
 def test_ray_up_containers_use_the_built_image() -> None:
     project = tomllib.loads((FILES.parents[1] / "pyproject.toml").read_text())["project"]
-    # As tools/build_image.sh tags it.
+    # This is the tag that tools/build_image.sh sets.
     tag = f"everlift:{project['version']}"
     clusters = [yaml.safe_load(path.read_text()) for path in CLUSTERS]
     images = {cluster["docker"]["image"] for cluster in clusters if "docker" in cluster}
@@ -108,7 +108,7 @@ def test_ray_up_settings_have_a_second_model_to_uncomment() -> None:
 
 
 def uncommented() -> Config:
-    """Return the settings with all examples in comments."""
+    """Return the settings after all commented examples are enabled."""
     text = (FILES / "settings.yaml").read_text()
     values = re.sub(r"^#(?= *\w+:)", "", text, flags=re.MULTILINE)
     return load(None, {}, options=yaml.safe_load(values))
@@ -122,8 +122,8 @@ def test_ray_up_scripts_parse(script: Path) -> None:
 def test_ray_up_node_uses_a_token_and_a_loopback_dashboard() -> None:
     script = (FILES / "node.sh").read_text()
     _, _, environment = script.partition("environment() {")
-    told = environment.partition("}")[0]
-    assert 'export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$SECRETS/auth_token"' in told
+    body = environment.partition("}")[0]
+    assert 'export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$SECRETS/auth_token"' in body
     for role in ("head", "worker"):
         steps = script.partition(f"\n{role})\n")[2].partition(";;")[0].replace("\\\n", "")
         before, _, start = steps.partition("start_ray ")
@@ -133,14 +133,14 @@ def test_ray_up_node_uses_a_token_and_a_loopback_dashboard() -> None:
 
 
 def node(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """node.sh on a node of this home directory."""
+    """Run node.sh on a node with this home directory."""
     command, environment = ["bash", FILES / "node.sh", *arguments], os.environ | {"HOME": str(home)}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
 
 @contextmanager
 def running(home: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A process whose number stands where that of the ledger is looked up."""
+    """Run a process whose id is in the file with the id of the ledger's process."""
     program = home / "everlift"
     program.write_text("import signal\nprint('up', flush=True)\nsignal.pause()\n")
     command = [sys.executable, program, *arguments]
@@ -158,7 +158,7 @@ def running(home: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 def test_ray_up_login_shell_has_the_ledger_url(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`ray exec` uses a login shell; its `everlift key create` is for the cluster's ledger."""
+    """`ray exec` uses a login shell, where `everlift key create` needs the cluster's ledger."""
     home, url = tmp_path / "a home", "rediss://u:p$w@redis.example:6379"
     programs, given = home / "everlift" / ".venv" / "bin", home / "everlift-secrets"
     programs.mkdir(parents=True)
@@ -169,15 +169,15 @@ def test_ray_up_login_shell_has_the_ledger_url(
     monkeypatch.setenv("SSH_CONNECTION", "10.0.0.1 5 10.0.0.11 22")
     assert node(home, "worker").returncode == 0
 
-    def told() -> list[str]:
+    def shell_output() -> list[str]:
         asked = '. ~/.bashrc; echo "${EVERLIFT_LEDGER__URL-none}"; command -v ray'
         environment = {"HOME": str(home), "PATH": os.environ["PATH"]}
         shell = subprocess.run(["bash", "-c", asked], env=environment, capture_output=True)
         return shell.stdout.decode().splitlines()
 
-    assert told() == [url, str(programs / "ray")]
+    assert shell_output() == [url, str(programs / "ray")]
     (given / "ledger.url").unlink()
-    assert told() == ["none", str(programs / "ray")]
+    assert shell_output() == ["none", str(programs / "ray")]
 
 
 def test_ray_up_head_deploys_with_an_external_ledger(
@@ -231,16 +231,16 @@ def test_ray_up_stop_ledger_ends_only_its_process(tmp_path: Path) -> None:
         with running(tmp_path, *arguments) as other:
             assert node(tmp_path, "stop-ledger").returncode == 0
             assert other.poll() is None
-    # Nobody has asked for its status: it is still there in a way, which is not waited for.
+    # The ended ledger remains a zombie until `wait`; the command does not wait for that.
     with running(tmp_path, "ledger", "--listen", "h:1", "--config", here) as ledger:
         assert node(tmp_path, "stop-ledger").returncode == 0
         assert ledger.wait() == -signal.SIGTERM
 
 
 def test_ray_up_node_prints_usage_without_arguments(tmp_path: Path) -> None:
-    told = node(tmp_path)
-    assert told.returncode == 2
-    first, *_, last = told.stderr.splitlines()
+    result = node(tmp_path)
+    assert result.returncode == 2
+    first, *_, last = result.stderr.splitlines()
     assert first.startswith(
         "Commands that `ray up` runs on a node:  node.sh setup | head | worker;"
     )

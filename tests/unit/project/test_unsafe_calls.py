@@ -1,4 +1,4 @@
-"""Calls that execute what they read occur in the product only with a reason given here."""
+"""Calls that may execute their input; each one in the product has a reason here."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ FILES = sorted(
     if "__pycache__" not in path.parts
 )
 
-#: Modules that make objects of bytes, or templates of texts.
+#: Modules that deserialise objects, render templates or run code.
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 MODULES |= {"jsonpickle", "pickletools", "copyreg", "jinja2", "code", "codeop", "runpy", "zmq"}
 MODULES |= {"multiprocessing.connection", "multiprocessing.managers", "xmlrpc"}
-#: Built-in functions that run a text.
+#: Built-in functions that execute text.
 BUILTINS = {"eval", "exec", "compile", "__import__"}
-#: Functions of other modules.
+#: Unsafe functions of other modules.
 CALLS = {"torch.load", "torch.save", "torch.package", "torch.hub.load", "numpy.load", "np.load"}
 CALLS |= {"yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load", "yaml.full_load_all"}
 CALLS |= {"os.system", "os.popen", "torch.distributed.broadcast_object_list", "pandas.read_pickle"}
 CALLS |= {"dist.broadcast_object_list", "dist.all_gather_object", "dist.gather_object"}
 CALLS |= {"dist.scatter_object_list", "dist.send_object_list", "dist.recv_object_list"}
 CALLS |= {"builtins.eval", "builtins.exec", "importlib.import_module"}
-#: Arguments, with the values that open what is closed without them.
+#: Arguments that can enable unsafe behaviour.
 ARGUMENTS = {"allow_pickle", "trust_remote_code", "weights_only", "shell"}
 
-#: By file, what of these it does, and why nobody outside gets there.
+#: Uses by file, with the reason why untrusted input does not reach them.
 ALLOWED = {
     ("proto/everlift/__init__.py", "importlib.import_module"): "a module of the file's own table",
     ("cluster/local/fork_server_process.py", "importlib.import_module"): (

@@ -37,7 +37,7 @@ async def test_cached_tokens_are_those_of_the_first_attempt(gateway: Gateway) ->
     gateway.make(await gateway.dispatch(), 1, "b", EOS, waited_s=0.0, cached_tokens=7)
     expected = pb.Usage(prompt_tokens=6, output_tokens=2, cached_tokens=4)
     assert await usage(gateway) == expected
-    # Read back from the ledger.
+    # The usage is read from the ledger now.
     await until(lambda: not len(gateway.requests))
     assert await usage(gateway) == expected
 
@@ -62,17 +62,17 @@ async def test_cached_tokens_count_the_prompt_once_for_all_choices(gateway: Gate
 
 @pytest.mark.parametrize("cached_tokens", [0, 3])
 async def test_cached_tokens_survive_a_takeover(cached_tokens: int) -> None:
-    async with started_gateway() as heir:
-        gone = Gateway(heir.ledger, "gone")
+    async with started_gateway() as successor:
+        gone = Gateway(successor.ledger, "gone")
         run = asyncio.create_task(gone.requests.attempts.run())
         live = await gone.submit(text="prompt", on_disconnect=pb.ON_DISCONNECT_CONTINUE)
         epoch = await gone.dispatch()
         gone.make(epoch, 0, "a", waited_s=0.0, cached_tokens=cached_tokens)
         await until(lambda: live.choices[0].stored == 1)
         run.cancel()
-        await heir.requests._takeover.take_over("r")
-        heir.make(await heir.dispatch(), 1, "b", EOS, waited_s=0.0, cached_tokens=6)
-        assert (await usage(heir)).cached_tokens == cached_tokens
+        await successor.requests._takeover.take_over("r")
+        successor.make(await successor.dispatch(), 1, "b", EOS, waited_s=0.0, cached_tokens=6)
+        assert (await usage(successor)).cached_tokens == cached_tokens
         await gone.requests.stop(0.0)
 
 
@@ -101,7 +101,7 @@ async def test_stop_reason_survives_migration_and_storage(
     await lose(gateway, 2)
     gateway.make(await gateway.dispatch(), 1, output[1:], EOS)
     await until(lambda: not len(gateway.requests))
-    # Another router reads it from the ledger, whatever its model ends with.
+    # The reason is read from the ledger, independently of the router's own end tokens.
     gateway.model.eos_ids = ()
     *_, last = await gateway.read(await gateway.requests.attach("r"))
     reason = last.WhichOneof("stop_reason")

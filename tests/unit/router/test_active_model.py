@@ -40,7 +40,7 @@ def test_replaced_model_redirects_requests_for_the_other() -> None:
     model, active, connections = served(is_active=True)
     active.note(False, 200.0)
     assert not model.is_active
-    # Load balancers may still lead here: requests for this model are served.
+    # Load balancers may still route here: requests for this model are served.
     model.requested("fake")
     for moment in (200.0, 205.0, 500.0):
         active.note(False, moment)

@@ -14,7 +14,7 @@ from router.ledger.entry import Append, Appended
 from router.requests.token_writer import Answered, LedgerAppender
 from tests.simulated_cluster.clock import Clock, VirtualLoop
 
-#: After this many seconds an answer is late.
+#: Seconds after which an answer is late.
 LATE_S = 0.3
 #: Tasks that a real answer passes through after it was read.
 TASKS = 4
@@ -22,7 +22,7 @@ TASKS = 4
 
 @dataclass
 class RemoteLedger:
-    """Answers ``takes_s`` after it was asked, by its own clock, whatever its caller does."""
+    """Ledger that answers after ``takes_s`` seconds, even while its caller is stalled."""
 
     caller: VirtualLoop
     takes_s: float
@@ -45,7 +45,7 @@ async def through_tasks(answer: asyncio.Future[Any]) -> Any:
 
 @dataclass
 class Flow:
-    """An appender in a process of its own, and what it reported."""
+    """Appender in its own simulated process, and the times of its reports."""
 
     takes_s: float
     clock: Clock = field(default_factory=Clock)
@@ -68,7 +68,7 @@ class Flow:
         self.process.call_soon(self.appender.add, "r", Append("r", 1, 0, (7,)))
 
     def run(self, stalls_s: Sequence[tuple[float, float]] = (), seconds: float = 2.0) -> None:
-        """Run one append with stalls of the process, each after some seconds since the last one."""
+        """Run one append with stalls, each given as the seconds before it and its duration."""
         self.put()
         for after_s, lasts_s in stalls_s:
             self.clock.run_for(after_s)

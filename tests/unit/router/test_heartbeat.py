@@ -1,4 +1,4 @@
-"""A replica's beat: who leads, and whether the ledger may have lost something."""
+"""Heartbeat of a replica: leadership, and generations of a ledger that may have lost data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIG = RouterConfig(model="fake", heartbeat=0.03, lease=1.0)
 class ScriptedLedger(MemoryLedger):
     generation = "one"
     is_away = False
-    #: of the next beats, so many get no answer
+    #: number of the next heartbeats that get no answer
     unanswered = 0
     beats = 0
 
@@ -63,10 +63,10 @@ class Leader:
     def __init__(self) -> None:
         self.is_leading = False
         self.changed = asyncio.Event()
-        self.heard_of: list[Membership] = []
+        self.memberships: list[Membership] = []
 
     def on_heartbeat(self, membership: Membership) -> None:
-        self.heard_of.append(membership)
+        self.memberships.append(membership)
 
 
 class Line:
@@ -90,7 +90,7 @@ class Replica:
     def __init__(self) -> None:
         self.ledger = ScriptedLedger(now)
         self.gateway, self.leader, self.line = Gateway(), Leader(), Line()
-        self.fleet = Heartbeat(
+        self.heartbeat = Heartbeat(
             CONFIG,
             "router",
             "here:1",
@@ -106,7 +106,7 @@ class Replica:
 @pytest.fixture
 async def replica() -> AsyncIterator[Replica]:
     replica = Replica()
-    run = asyncio.create_task(replica.fleet.run())
+    run = asyncio.create_task(replica.heartbeat.run())
     yield replica
     run.cancel()
     await asyncio.gather(run, return_exceptions=True)
@@ -128,7 +128,7 @@ async def test_generations_are_reported_once_and_in_order(replica: Replica) -> N
 async def test_heartbeat_passes_memberships_to_the_leader(replica: Replica) -> None:
     await replica.ledger.lead("other", "there:1", 7, lease_s=100.0)
     await until(lambda: replica.line.followed and replica.line.followed[-1] == ("other", "there:1"))
-    assert replica.leader.heard_of[-1].term == 7
+    assert replica.leader.memberships[-1].term == 7
     assert replica.gateway.memory_used
 
 
@@ -136,19 +136,19 @@ async def test_failed_heartbeat_is_reported_and_retried(replica: Replica) -> Non
     replica.ledger.is_away = True
     await until(lambda: replica.gateway.failures >= 2)
     replica.ledger.is_away = False
-    heard = len(replica.leader.heard_of)
-    await until(lambda: len(replica.leader.heard_of) > heard)
+    before = len(replica.leader.memberships)
+    await until(lambda: len(replica.leader.memberships) > before)
 
 
 async def test_heartbeat_is_repeated_before_the_lease_ends(
     replica: Replica,
 ) -> None:
-    """Connections that lead nowhere are given up much later."""
+    """Dead connections are closed much later."""
     await until(lambda: replica.ledger.beats > 1)
     replica.ledger.unanswered = 3
     await until(lambda: not replica.ledger.unanswered)
-    heard, since = len(replica.leader.heard_of), now()
-    await until(lambda: len(replica.leader.heard_of) > heard)
+    before, since = len(replica.leader.memberships), now()
+    await until(lambda: len(replica.leader.memberships) > before)
     assert now() - since < CONFIG.lease
     assert await replica.ledger.gateways() == {"router": "here:1"}
     assert not replica.gateway.failures
@@ -180,7 +180,7 @@ async def test_heartbeat_looks_often_for_a_silent_leader(
     monkeypatch.setattr(asyncio, "timeout", recorded)
     for is_quiet in (False, True):
         replica.line.is_quiet = is_quiet
-        await replica.fleet._wait_interval()
+        await replica.heartbeat._wait_interval()
     assert rests == pytest.approx([CONFIG.heartbeat, CONFIG.heartbeat / 3])
 
 

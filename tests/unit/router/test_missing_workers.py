@@ -1,4 +1,4 @@
-"""Why fewer workers are ready than there are to be."""
+"""Causes of fewer ready workers than wanted ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def report(**models: ClusterLoad) -> LoadReport:
         (0, 0, 3, f"0 of 3 ready; 3 {PENDING}"),
         (0, 1, 1, f"0 of 3 ready; 1 loading the model for 40 s, 1 {PENDING}, 1 {OTHERS}"),
         (2, 0, 0, f"2 of 3 ready; 1 {OTHERS}"),
-        # Another one starts in the place of one that was lost just now.
+        # Another worker starts in place of one that was just lost.
         (2, 5, 1, "2 of 3 ready; 1 loading the model for 40 s"),
     ],
 )
@@ -101,12 +101,12 @@ def test_autoscaler_scales_only_its_own_cluster() -> None:
     demands.scale(Scaling(ray_cluster="new", workers=5), 30.0)
     demands.scale(Scaling(ray_cluster="gone", workers=6), 30.0)
     assert demands.total(31.0).workers == 9
-    # One that says nothing any more is not known.
+    # The number of an autoscaler that no longer reports is ignored.
     assert demands.total(62.0).workers == 5
 
 
 def group(state: str, scheduling: str, strategy: str, *bundles: dict[str, float]) -> Any:
-    """A placement group as Ray describes it."""
+    """Return a placement group as Ray describes it."""
     return {
         "name": f"{REPLICAS}dt5ytvsq",
         "bundles": dict(enumerate(bundles)),

@@ -15,7 +15,7 @@ def frame(*epochs: int, num_bytes: int = 0) -> session_pb2.RouterFrame:
 
 
 async def taken(this: Outbox[session_pb2.RouterFrame]) -> list[list[int]]:
-    """The epochs of each message that it has."""
+    """Return the epochs of each message in the outbox."""
     messages: list[list[int]] = []
 
     async def take() -> None:

@@ -56,7 +56,7 @@ def report(
 
 
 class Desk:
-    """Sessions over an engine that only takes notes."""
+    """Sessions with an engine that only records its calls."""
 
     def __init__(self, bounds: Limits = LIMITS) -> None:
         self.engine = RecordingEngine()
@@ -158,8 +158,8 @@ def test_decoding_breakdown_is_sent_to_every_router() -> None:
     desk = Desk()
     a, b = desk.join("a"), desk.join("b")
     desk.sessions.deliver(replace(report(), decoding=TimeBreakdown(9.0, decode_s=3.0, steps=20.0)))
-    told = session_pb2.TimeBreakdown(decode_s=3.0, steps=20)
-    assert [desk.sessions.take_frame(each).state.decoding for each in (a, b)] == [told, told]
+    times = session_pb2.TimeBreakdown(decode_s=3.0, steps=20)
+    assert [desk.sessions.take_frame(each).state.decoding for each in (a, b)] == [times, times]
 
 
 def test_start_is_counted_once_from_its_acknowledgement() -> None:
@@ -189,8 +189,8 @@ def test_counters_are_sent_with_the_state() -> None:
     a = desk.join("a")
     counters = Counters(*range(1, 10))
     desk.sessions.deliver(report(now=replace(load(), counters=counters)))
-    told = desk.sessions.take_frame(a).state.counters
-    assert {field.name: value for field, value in told.ListFields()} == asdict(counters)
+    reported = desk.sessions.take_frame(a).state.counters
+    assert {field.name: value for field, value in reported.ListFields()} == asdict(counters)
 
 
 def test_outcome_of_an_aborted_sequence_is_dropped() -> None:

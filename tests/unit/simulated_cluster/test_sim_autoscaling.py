@@ -1,4 +1,4 @@
-"""A whole cluster on a virtual clock whose workers come and go with its load."""
+"""A cluster on a virtual clock whose number of workers follows the load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from worker.config import FakeModel
 from worker.runner.fake_runner import expected_tokens
 
 START_S = 5.0
-#: One of them makes 80 tokens a second.
+#: Worker that generates 80 tokens a second.
 SLOW = replace(WORKER, max_num_seqs=4, fake=FakeModel(step_time=0.05))
 SCALING = AutoscaleConfig(
     min_workers=0, max_workers=4, ttft_target=2.0, down_delay=20.0, idle_delay=30.0
@@ -22,7 +22,7 @@ SCALING = AutoscaleConfig(
 
 
 def submit(cluster: SimCluster, name: str, tokens: int) -> list[int]:
-    """The right answer."""
+    """Submit a request, and return the expected tokens."""
     prompt = [random.Random(name).randrange(256) for _ in range(8)]
     cluster.submit(name, prompt, {"max_tokens": tokens, "temperature": 0.0})
     return expected_tokens(prompt, tokens)
@@ -40,7 +40,7 @@ def test_sim_replicas_scale_from_zero_and_back_twice() -> None:
             cluster.settle(60.0)
             answer = cluster.transcripts[name]
             assert answer.received() == [right]
-            # The decision, the start, its own announcement.
+            # The wait includes the scaling decision, the start, and the worker's announcement.
             assert START_S <= answer.queued_s <= START_S + 2.0
             cluster.run_until(lambda: not cluster.workers, 60.0)
         assert replicas.reversals == 3

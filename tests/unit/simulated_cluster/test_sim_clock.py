@@ -1,4 +1,4 @@
-"""Virtual time: what waits is there at once, in order, and nothing happens by itself."""
+"""Virtual time: waits end at once and in order of their due times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tenants of a whole cluster on a virtual clock: one floods it, another one asks for little."""
+"""Fair share of tenants in a cluster on a virtual clock, which one of them floods."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.example_counts import long
 from tests.support.router.keyring import Keyring
 from worker.config import FakeModel
 
-#: A worker makes 80 tokens a second.
+#: Worker that generates 80 tokens a second.
 SLOW = replace(WORKER, max_num_seqs=4, fake=FakeModel(step_time=0.05))
 PROMPT, TOKENS = 8, 40
 
@@ -89,7 +89,7 @@ def test_fair_share_protects_a_light_tenant_from_a_flood(
 def test_fair_share_weights_survive_a_change_of_leader(
     config: RouterConfig, keys: dict[str, str]
 ) -> None:
-    """The leader is killed in between."""
+    """The leader is killed during the load."""
     with SimCluster(config, SLOW) as cluster:
         submit = clients(cluster, keys)
         for index in range(3):

@@ -19,16 +19,16 @@ ADDRESS = "there:1"
 
 
 class Echo(session_pb2_grpc.WorkerSessionServicer):
-    """A frame for each that comes; one that says drain ends the stream with an error."""
+    """Server that answers each frame with one; a drain frame also ends the stream with an error."""
 
     def __init__(self) -> None:
-        self.heard: list[str] = []
+        self.received: list[str] = []
         self.cancelled = 0
 
     async def Connect(self, frames: Any, context: Any) -> Any:  # type: ignore[override]
         try:
             async for frame in frames:
-                self.heard.append(frame.hello.router_id)
+                self.received.append(frame.hello.router_id)
                 if frame.drain:
                     await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no", (("k", "v"),))
                 name = frame.hello.router_id
@@ -59,7 +59,7 @@ class World:
         return server
 
     def talk(self, *names: str, pause: float = 0.0, drain: bool = False) -> asyncio.Task[None]:
-        """Sends a frame of each name, and takes what comes back."""
+        """Send a frame for each name, and read the answers."""
         return self.here.create_task(self._talk(names, pause, drain))
 
     async def _talk(self, names: tuple[str, ...], pause: float, drain: bool) -> None:
@@ -157,7 +157,7 @@ def test_sim_network_server_detects_a_killed_client(world: World) -> None:
     world.clock.run_for(1.0)
     world.network.kill(world.here)
     world.clock.run_for(1.0)
-    assert (world.echo.heard, world.echo.cancelled) == (["a"], 1)
+    assert (world.echo.received, world.echo.cancelled) == (["a"], 1)
 
 
 def test_sim_network_server_detects_a_cancelled_call(world: World) -> None:

@@ -1,4 +1,4 @@
-"""A worker's settings, what limits follow from them, and what names its model."""
+"""Settings of a worker, its limits, and the name and fingerprint of its model."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -83,7 +83,7 @@ async def test_key_rotate_adds_a_successor_and_expires_the_old_key(
     assert old.matches(first[1]) and new.matches(second[1])
     assert old.expires is not None and new.expires is None
     assert (new.tenant, new.scopes, new.name) == (old.tenant, old.scopes, old.name)
-    # One that ends sooner does not live longer for it.
+    # A longer overlap does not extend the life of a key that expires sooner.
     await command("key", "rotate", first[0], "--overlap", "90d")
     assert kept(path).keys[first[0]].expires == old.expires
 

@@ -25,7 +25,7 @@ from tests.support.outcomes import outcome
 
 NO_SLO = Slo()
 
-#: What `vllm bench serve` writes of a load of generation, besides what was asked.
+#: Keys of the figures that `vllm bench serve` writes for a generation load.
 VLLMS_FIGURES = {
     *("duration", "completed", "failed", "total_input_tokens", "total_output_tokens"),
     *("request_throughput", "request_goodput", "output_throughput", "total_token_throughput"),
@@ -147,7 +147,7 @@ def test_slo_rejects_an_invalid_target(said: str) -> None:
         slo([said])
 
 
-# the generator's own times
+# lag of the generator
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A generator in virtual time: what it sends when, and from when latency counts."""
+"""Load generator in virtual time: send times, and the start of latencies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Steady:
-    """Endpoint that answers ``slots`` requests at once at fixed times, and records the arrivals."""
+    """Endpoint with fixed latencies and ``slots`` concurrent requests, which records arrivals."""
 
     def __init__(self, ttft_s: float = 1.0, gap_s: float = 0.1, slots: int = 1000) -> None:
         self._ttft_s, self._gap_s = ttft_s, gap_s
@@ -45,8 +45,8 @@ class Steady:
         answer.set_usage(7, request.max_tokens)
 
 
-def asks(*moments: float, tokens: int = 3) -> list[Request]:
-    return [Request(at, "p", 5, tokens) for at in moments]
+def asks(*due_times: float, tokens: int = 3) -> list[Request]:
+    return [Request(at, "p", 5, tokens) for at in due_times]
 
 
 def in_virtual_time(work: Callable[[VirtualLoop], Awaitable[T]], limit: float = 1000) -> T:
@@ -82,11 +82,11 @@ def test_open_loop_sends_requests_when_due() -> None:
 
 
 def test_open_loop_keeps_its_rate_with_a_slow_server() -> None:
-    """A closed loop of one would have asked it ten times, and seen 1 s each."""
+    """A closed loop of one client would have sent ten requests, with a TTFT of 1 s each."""
 
     async def work(loop: VirtualLoop) -> list[Outcome]:
-        moments = [float(number) / 2 for number in range(20)]
-        return await generator(Steady(slots=1), loop).open_loop(asks(*moments, tokens=1))
+        due_times = [float(number) / 2 for number in range(20)]
+        return await generator(Steady(slots=1), loop).open_loop(asks(*due_times, tokens=1))
 
     outcomes = in_virtual_time(work)
     assert [ttft(each, due_time) for each in outcomes] == pytest.approx(
@@ -136,7 +136,7 @@ def test_closed_loop_request_is_due_with_a_free_client() -> None:
 
 
 class Failing:
-    """Gives ``causes`` one after the other; what is empty is an answer without output."""
+    """Endpoint that fails with one of ``causes`` after another; an empty cause succeeds."""
 
     def __init__(self, *causes: str) -> None:
         self._causes = list(causes)
@@ -172,7 +172,7 @@ def test_generator_answer_without_output_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "told, usage, tokens, by, text",
+    "counts, usage, tokens, by, text",
     [
         ((1, 2), (7, 9), 9, CountedBy.USAGE, ""),
         ((1, 2), None, 3, CountedBy.USAGE, ""),
@@ -181,10 +181,10 @@ def test_generator_answer_without_output_is_an_error() -> None:
     ],
 )
 def test_answer_tokens_come_from_usage_events_or_pieces(
-    told: Sequence[int], usage: tuple[int, int] | None, tokens: int, by: CountedBy, text: str
+    counts: Sequence[int], usage: tuple[int, int] | None, tokens: int, by: CountedBy, text: str
 ) -> None:
     answer = Answer(Request(0.0, "p", 5, 3), lambda: 1.0)
-    for piece, number in zip("ab", told, strict=True):
+    for piece, number in zip("ab", counts, strict=True):
         answer.add_piece(piece, number)
     if usage is not None:
         answer.set_usage(*usage)

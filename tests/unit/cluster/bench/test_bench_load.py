@@ -25,7 +25,7 @@ def gaps(rate: float, burstiness: float) -> list[float]:
     return [after - before for before, after in pairwise(times)]
 
 
-# when
+# arrival times
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
@@ -43,7 +43,7 @@ def test_times_at_an_infinite_rate_are_all_zero() -> None:
     assert list(islice(arrival_times(inf, 1.0, Random(1)), 3)) == [0.0] * 3
 
 
-# which
+# selected requests
 
 
 def test_load_defaults_to_equal_requests_all_due_at_once() -> None:

@@ -1,4 +1,4 @@
-"""Reports: their JSON, their pages, and two of them beside each other."""
+"""Reports: JSON, HTML pages, and comparisons of two."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SETTING = Setting(
 )
 SOME = [outcome(at, ttft_s=0.5 + at / 100) for at in range(20)]
 
-#: What `vllm bench serve` says of itself, beside its figures.
+#: Keys of `vllm bench serve` besides its figures.
 VLLMS_HEAD = {
     *("date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts"),
     *("request_rate", "burstiness", "max_concurrency"),
@@ -58,7 +58,7 @@ def of(outcomes: Sequence[Outcome], setting: Setting = SETTING, cpu_share: float
 
 
 class Page(HTMLParser):
-    """Checks that elements are closed in their order, and collects what there is."""
+    """Parser that checks the nesting of elements, and collects tags, links and text."""
 
     EMPTY = frozenset({"meta", "path"})
 
@@ -99,8 +99,10 @@ def test_report_has_vllms_keys_and_round_trips_as_json(tmp_path: Path) -> None:
     assert read(path) == json.loads(json.dumps(found, allow_nan=False))
 
 
-def test_report_writes_an_infinite_rate_as_a_word() -> None:
-    assert of(SOME, replace(SETTING, rate=inf))["request_rate"] == "inf"
+def test_report_writes_infinite_settings_as_words() -> None:
+    found = of(SOME, replace(SETTING, rate=inf, burstiness=inf))
+    assert (found["request_rate"], found["burstiness"]) == ("inf", "inf")
+    json.dumps(found, allow_nan=False)
     assert of(SOME, replace(SETTING, rate=None))["request_rate"] is None
 
 
@@ -211,7 +213,7 @@ def test_report_tables_cover_summary_latencies_errors_and_notes() -> None:
     assert len(shown) == 5, "summary, from due, from sent, errors, a note"
 
 
-# two of them
+# comparisons
 
 
 def test_comparison_gives_ratios_and_verdicts() -> None:
@@ -250,7 +252,7 @@ def test_comparison_warns_of_failures_and_marks() -> None:
 def test_comparison_accepts_a_report_of_another_generator() -> None:
     theirs = {name: value for name, value in of(SOME).items() if name != "everlift"}
     theirs["p99_ttft_ms"] = 1.0
-    # Earlier releases of vLLM's say less.
+    # Earlier releases of vLLM write fewer keys.
     for name in ("label", "burstiness", "tokenizer_id", "max_concurrent_requests"):
         del theirs[name]
     found = compare(of(SOME), theirs)

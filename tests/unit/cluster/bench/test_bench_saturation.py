@@ -1,4 +1,4 @@
-"""A ramp's rates, and when one is too much."""
+"""Rates of a ramp, and the detection of an unsustained rate."""
 
 from __future__ import annotations
 

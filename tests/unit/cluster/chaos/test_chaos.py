@@ -1,4 +1,4 @@
-"""Faults on purpose: who is meant, what is refused, and who does what about it."""
+"""Injected faults: their targets, refusals and forwarding between routers."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_chaos_setting_enables_routers_and_workers(
     assert (config.router.chaos, config.worker.chaos) == (router, worker)
 
 
-# one router, and everything around it recorded
+# one router with recorded surroundings
 
 
 class RecordedLedger(MemoryLedger):
@@ -182,19 +182,19 @@ class Led:
 
 
 class Place:
-    """A router's chaos."""
+    """Chaos service of one router, with recorded sessions and processes."""
 
     def __init__(self, ledger: MemoryLedger, name: str, allowed: bool = True) -> None:
         self.ledger = ledger
         self.sessions = RecordedSessions("worker-1", "worker-2")
-        self.fleet = Led()
+        self.heartbeat = Led()
         self.processes = RecordedProcesses()
         self.chaos = Chaos(
             RouterConfig(model="fake", chaos=allowed),
             name,
             ledger,
             self.sessions,  # type: ignore[arg-type]
-            self.fleet,  # type: ignore[arg-type]
+            self.heartbeat,  # type: ignore[arg-type]
             processes=self.processes,
         )
 
@@ -261,7 +261,7 @@ async def test_inject_rejects_an_absent_target(me: Place, target: str) -> None:
 
 
 async def test_router_kills_and_pauses_its_own_process(me: Place) -> None:
-    me.fleet.leader_id = "me"
+    me.heartbeat.leader_id = "me"
     assert await me.inject(PAUSE, "leader", seconds=2) == "me"
     await me.processes.happened.wait()
     me.processes.happened.clear()
@@ -305,7 +305,7 @@ async def test_inject_rejects_killing_a_ledger_without_a_server() -> None:
 
 @pytest.fixture
 async def other(ledger: RecordedLedger) -> AsyncIterator[Place]:
-    """Another router, on an internal address of its own."""
+    """Yield another router, with its own internal address."""
     place = Place(RecordedLedger(), "other")
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
@@ -354,7 +354,7 @@ async def test_inject_returns_the_error_of_another_router(me: Place, other: Plac
         await me.inject(KILL, "other")
 
 
-# the wire
+# client and server
 
 
 async def test_chaos_client_injects_faults_and_receives_statuses(me: Place) -> None:

@@ -30,7 +30,7 @@ def _split(move: str) -> tuple[str, str]:
 
 
 def finished(**changes: object) -> Audited:
-    """A request that was lost once, finished, and is as it should be."""
+    """Return a consistent finished request, which was lost once, with ``changes``."""
     entry = Entry(
         "r",
         State.FINISHED,
@@ -150,8 +150,8 @@ def test_chaos_checker_examines_the_last_of_many_moves() -> None:
     assert found(wrong) == [Kind.REPEATED]
 
 
-def test_chaos_checker_accepts_any_past_before_a_reassertion() -> None:
-    """The ledger's server has lost moves: what it knows of begins with a reassertion."""
+def test_chaos_checker_accepts_any_past_before_a_resync() -> None:
+    """The Redis server has lost earlier moves: the history begins with the resync."""
     events = history("open", "reassert g", "finish")
     assert found(finished(events=events, moves=9, attempts=4)) == []
     assert found(finished(events=events[:2], moves=9, finished_by=0)) == []
@@ -166,16 +166,16 @@ def test_chaos_checker_finds_no_loss_in_a_stopped_cluster() -> None:
 
 
 class Script:
-    """Actions during the waits of the checker."""
+    """Ledger actions that run during the waits of the checker."""
 
     def __init__(self, ledger: MemoryLedger) -> None:
         self.ledger = ledger
         self.waits: list[float] = []
 
-    async def heir_comes(self, seconds: float) -> None:
+    async def successor_comes(self, seconds: float) -> None:
         self.waits.append(seconds)
-        await self.ledger.heartbeat("heir", "h:1", 60.0)
-        await self.ledger.take_over("r", "heir", "g")
+        await self.ledger.heartbeat("successor", "h:1", 60.0)
+        await self.ledger.take_over("r", "successor", "g")
 
     async def nobody_comes(self, seconds: float) -> None:
         self.waits.append(seconds)
@@ -207,7 +207,7 @@ async def test_chaos_check_drops_findings_repaired_meanwhile() -> None:
     ledger = await a_ledger()
     await ledger.end_lease("g")
     script = Script(ledger)
-    result = await check(ledger, 3.0, script.heir_comes)
+    result = await check(ledger, 3.0, script.successor_comes)
     assert (result.findings, script.waits) == ((), [3.0])
 
 

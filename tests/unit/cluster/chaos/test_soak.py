@@ -25,7 +25,7 @@ KILL = Injection("kill worker", 10.0, "w")
 
 
 def seen(*chunks: tuple[int, int]) -> Seen:
-    """Return the record of chunks, which are given by offset and number of tokens."""
+    """Return the record of chunks, each given as offset and number of tokens."""
     seen = Seen("r", RIGHT)
     for offset, count in chunks:
         seen.add(Chunk(offset, tuple(range(count)), "", epoch=1, unledgered=False))
@@ -133,8 +133,8 @@ def test_struck_worker_fault_begins_at_the_workers_log_line() -> None:
         (10.4, "worker-0.rank-0", "fault", "w"),
         (10.5, "router-0", "worker lost", "w"),
     )
-    [told] = struck([KILL], words)
-    assert told == Injection("kill worker", 10.4, "w")
+    [injection] = struck([KILL], words)
+    assert injection == Injection("kill worker", 10.4, "w")
 
 
 def test_struck_excludes_refused_and_late_faults() -> None:
@@ -169,8 +169,10 @@ def test_soak_pool_is_reproducible_by_seed() -> None:
 
 
 def growth(kib_per_request: float, num_requests: int) -> Growth:
-    """Growth of a process that takes 100 MiB during warm-up, then ``kib_per_request``, with 4 MiB
-    of noise."""
+    """Return the growth of a process: 100 MiB in warm-up, and ``kib_per_request`` per request.
+
+    Samples have 4 MiB of noise.
+    """
     rng, warm_up = Random(1), num_requests // 4
     return Growth.of(
         [

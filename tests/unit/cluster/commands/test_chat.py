@@ -14,7 +14,7 @@ from everlift.errors import EverliftError
 
 
 class Api(HttpApi):
-    """Streams the given texts, then fails or waits."""
+    """HTTP API that streams the given texts, then fails or waits."""
 
     def __init__(self, *texts: str, error: EverliftError | None = None, waits: bool = False):
         self._texts = texts

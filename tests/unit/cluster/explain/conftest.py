@@ -1,4 +1,4 @@
-"""A router that answers what a test's servicer says, for ``everlift explain``."""
+"""Fake router for ``everlift explain``, which serves the class ``Knowing`` of a test module."""
 
 from __future__ import annotations
 

@@ -121,16 +121,16 @@ def test_wait_for_an_adapter_has_a_line() -> None:
 
 
 async def test_explain_prints_json() -> None:
-    told = json.loads((await run("--json")).stdout)
-    assert told["spans"][1] == {
+    explanation = json.loads((await run("--json")).stdout)
+    assert explanation["spans"][1] == {
         "kind": "queue",
         "start_s": 0.0015,
         "seconds": 0.5,
         "attempt": 1,
     }
-    assert told["attempts"][0]["queue"]["higher"] == 3
-    assert (told["ttft_s"], told["ledger_s"]) == (0.75, 0.125)
-    assert told["total_s"] == sum(span["seconds"] for span in told["spans"])
+    assert explanation["attempts"][0]["queue"]["higher"] == 3
+    assert (explanation["ttft_s"], explanation["ledger_s"]) == (0.75, 0.125)
+    assert explanation["total_s"] == sum(span["seconds"] for span in explanation["spans"])
 
 
 async def test_explain_writes_a_picture(tmp_path: Path) -> None:
@@ -151,8 +151,8 @@ async def test_explain_writes_a_picture(tmp_path: Path) -> None:
 def test_explain_names_large_unread_output_of_the_client(
     unread_s: float, unread_tokens: int, said: list[str]
 ) -> None:
-    told = pb.Explanation(total_s=2.0, unread_s=unread_s, unread_tokens=unread_tokens)
-    assert list(reading(told)) == said
+    explanation = pb.Explanation(total_s=2.0, unread_s=unread_s, unread_tokens=unread_tokens)
+    assert list(reading(explanation)) == said
 
 
 def test_explain_names_missing_workers_of_a_queued_request() -> None:

@@ -63,7 +63,7 @@ async def test_explain_session_shows_turns_and_time_between_them() -> None:
     result = await run("--session", "chat [1]")
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.stdout.splitlines()]
-    # The second turn was running when the third one arrived: no time lies between them.
+    # The second turn was still running when the third one arrived: the gap is 0.
     assert "session chat [1]: 3 turns, 6.000 s; 1.500 s between them" in result.stdout
     times = ["0.250", "0.000", "0.500", "1.000", "0.250", "2.000"]
     assert ["1", "one", "900", "768", "20", *times, "1.500"] in lines
@@ -72,9 +72,9 @@ async def test_explain_session_shows_turns_and_time_between_them() -> None:
 
 
 async def test_explain_session_prints_json() -> None:
-    told = json.loads((await run("--session", "chat [1]", "--json")).stdout)
-    assert told["session_id"] == "chat [1]"
-    turns = told["turns"]
+    session = json.loads((await run("--session", "chat [1]", "--json")).stdout)
+    assert session["session_id"] == "chat [1]"
+    turns = session["turns"]
     assert [turn["request_id"] for turn in turns] == ["one", "two", "branch"]
     assert [turn["then_s"] for turn in turns] == [1.5, None, None]
     assert [turn["cached_tokens"] for turn in turns] == [768] * 3
@@ -83,8 +83,8 @@ async def test_explain_session_prints_json() -> None:
 def test_explain_session_counts_no_time_while_any_turn_runs() -> None:
     spans = ((0.0, 10.0), (1.0, 1.0), (4.0, 2.0), (12.0, 1.0))
     turns = [Turn(arrived, pb.Explanation(total_s=total_s)) for arrived, total_s in spans]
-    told = as_json("s", turns)["turns"]
-    assert [each["then_s"] for each in told] == [None, None, 2.0, None]
+    entries = as_json("s", turns)["turns"]
+    assert [each["then_s"] for each in entries] == [None, None, 2.0, None]
 
 
 @pytest.mark.parametrize(

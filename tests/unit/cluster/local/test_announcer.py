@@ -1,4 +1,4 @@
-"""A worker's word to the routers."""
+"""Announcement of a worker to the routers."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,16 +17,16 @@ INFO = session_pb2.WorkerInfo(worker_id="w", address="127.0.0.1:1")
 
 
 class Router(session_pb2_grpc.RouterInternalServicer):
-    """Answers with the statuses of its script, then accepts."""
+    """Router that answers with the given statuses, then accepts."""
 
     def __init__(self, *statuses: grpc.StatusCode) -> None:
         self.statuses = list(statuses)
-        self.heard: asyncio.Queue[str] = asyncio.Queue()
+        self.announced: asyncio.Queue[str] = asyncio.Queue()
 
     async def Announce(
         self, request: session_pb2.AnnounceRequest, context: Context
     ) -> session_pb2.AnnounceResponse:
-        await self.heard.put(request.worker.worker_id)
+        await self.announced.put(request.worker.worker_id)
         if self.statuses:
             await context.abort(self.statuses.pop(0), "does not fit")
         return session_pb2.AnnounceResponse()
@@ -34,7 +34,7 @@ class Router(session_pb2_grpc.RouterInternalServicer):
 
 @asynccontextmanager
 async def serving(*statuses: grpc.StatusCode) -> AsyncIterator[tuple[Router, str]]:
-    """The router, and its address."""
+    """Yield a serving router and its address."""
     router = Router(*statuses)  # type: ignore[abstract]
     server = grpc.aio.server()
     session_pb2_grpc.add_RouterInternalServicer_to_server(router, server)
@@ -49,14 +49,14 @@ async def serving(*statuses: grpc.StatusCode) -> AsyncIterator[tuple[Router, str
 async def test_announcer_repeats_until_a_router_accepts() -> None:
     async with serving(grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL) as (router, address):
         await Announcer(INFO, ["127.0.0.1:1", address]).announce()
-    assert router.heard.qsize() == 3
+    assert router.announced.qsize() == 3
 
 
 async def test_announcer_fails_if_a_router_rejects_the_worker() -> None:
     async with serving(grpc.StatusCode.INVALID_ARGUMENT) as (router, address):
         with pytest.raises(InvalidRequest, match="does not fit"):
             await Announcer(INFO, [address]).announce()
-    assert router.heard.qsize() == 1
+    assert router.announced.qsize() == 1
 
 
 async def test_announcer_repeats_after_a_second_without_routers() -> None:
@@ -66,9 +66,9 @@ async def test_announcer_repeats_after_a_second_without_routers() -> None:
         announcer = Announcer(INFO, [address])
         keeping = asyncio.create_task(announcer.keep_registered(lambda: not connected.is_set()))
         began = clock()
-        assert await router.heard.get() == "w"
+        assert await router.announced.get() == "w"
         assert clock() - began >= 1.0
         connected.set()
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(router.heard.get(), 1.5)
+            await asyncio.wait_for(router.announced.get(), 1.5)
         keeping.cancel()

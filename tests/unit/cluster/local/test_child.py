@@ -16,7 +16,7 @@ LAUNCH = RankLaunch("worker-0", "info", WorkerConfig(model="fake"))
 
 
 class Said:
-    """A Started that has written ``line``, and a Launcher of it."""
+    """Process that has written ``line``, and its own launcher."""
 
     pid = 1
 

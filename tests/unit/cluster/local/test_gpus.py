@@ -38,7 +38,7 @@ def gpus_of(config: Config, gpus: list[str], worker: int = 0, group: int = 0) ->
 
 
 class Nvml:
-    """NVML's library where each of ``gpus`` may be used, or not."""
+    """NVML with a GPU for each of ``gpus``, which says whether it is accessible."""
 
     def __init__(self, *gpus: bool, starts: bool = True) -> None:
         self._gpus = gpus
@@ -148,7 +148,7 @@ def test_processes_module_does_not_import_torch() -> None:
 
 
 class Ready:
-    """A rank that has reported all that it has to."""
+    """Rank process that has sent all reports of its start."""
 
     pid = 1
     returncode = 0
@@ -166,7 +166,7 @@ class Ready:
 
 
 class Noting:
-    """A Launcher that notes what ranks are told."""
+    """Launcher that records the launches of ranks."""
 
     def __init__(self) -> None:
         self.launches: list[RankLaunch] = []
@@ -184,8 +184,13 @@ async def test_worker_launches_each_rank_with_its_gpu(monkeypatch: pytest.Monkey
     [group] = cluster.config.groups
     for index in range(2):
         await cluster._worker(group, index).start()
-    told = [(launch.name, launch.gpu) for launch in launcher.launches]
-    assert told == [("worker-0", "0"), ("worker-0.1", "1"), ("worker-1", "2"), ("worker-1.1", "3")]
+    pairs = [(launch.name, launch.gpu) for launch in launcher.launches]
+    assert pairs == [
+        ("worker-0", "0"),
+        ("worker-0.1", "1"),
+        ("worker-1", "2"),
+        ("worker-1.1", "3"),
+    ]
 
 
 @pytest.mark.parametrize("gpu", ["1", ""])

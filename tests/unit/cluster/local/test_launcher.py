@@ -1,4 +1,4 @@
-"""Starting a process that ends before it can be told anything."""
+"""Launch of a process that ends before it reads its input."""
 
 import asyncio
 import sys

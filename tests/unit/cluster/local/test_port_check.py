@@ -1,4 +1,4 @@
-"""Ports that are taken are named with their holder before anything starts."""
+"""Check of ports before a start: a port in use is reported with the process that holds it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reserved ports can be released and used again by their router, and by nobody else."""
+"""Reserved ports can be released and used again by their router, and by no other process."""
 
 from __future__ import annotations
 

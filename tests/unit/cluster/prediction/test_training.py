@@ -1,4 +1,4 @@
-"""A predictor is learnt from outputs that ended, and told how good it is on later ones."""
+"""Training of a predictor on finished outputs, and its evaluation on later ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.prediction.model import Model
 from tests.support.router import mixes
 from tests.support.router.prediction_support import examples, learnt, served
 
-#: Whatever is asked, outputs are of random lengths.
+#: The lengths of outputs are independent of the prompts.
 NOISE = mixes.Application("noise", "acme", "", (mixes.Kind(("{text}",), 100, 1.0),))
 
 
@@ -43,7 +43,7 @@ def test_training_on_noise_has_no_correlation() -> None:
 
 
 def test_training_hides_the_other_choices() -> None:
-    """A prompt's length is unknown until its first choice ends; all four are predicted before."""
+    """All four choices of a prompt are predicted before the length of the first is known."""
     dice, made = Random(4), list[Example]()
     for number in range(400):
         (one,) = examples(number, 1, (NOISE,))

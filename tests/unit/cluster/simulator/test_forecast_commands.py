@@ -1,4 +1,4 @@
-"""Forecasts as one asks for them on the command line."""
+"""Forecasts on the command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from cluster.simulator.command.policies import routers
 from tests.support.commands import run
 
-#: Decodes 20 tokens a second and row, and computes 1,000 tokens of prompts a second.
+#: Step times of a worker with 20 tokens per second and row, and 1,000 prompt tokens per second.
 STEP_TIME = {"overhead_s": 0.0, "weights_s": 0.05, "token_s": 1e-3, "kv_token_s": 0.0}
 WORKER = {
     "num_blocks": 400,
@@ -18,7 +18,7 @@ WORKER = {
     "max_num_seqs": 16,
     "max_num_batched_tokens": 256,
 }
-#: A request a second, of 200 prompt tokens and 20 output tokens.
+#: One request per second, of 200 prompt tokens and 20 output tokens.
 TRACE = [
     {"timestamp": 1000 * i, "input_length": 200, "output_length": 20, "hash_ids": []}
     for i in range(20)
@@ -96,7 +96,7 @@ async def test_simulate_foresight_has_an_upper_limit(kind: str, trace: str) -> N
 async def test_plan_command_finds_the_fewest_sufficient_workers(
     tmp_path: Path, kind: str, trace: str
 ) -> None:
-    """Four requests a second have four times as many tokens as one worker can do."""
+    """Sixteen times the rate of the trace needs more than one worker."""
     to_json, picture = tmp_path / "plan.json", tmp_path / "drawn" / "plan.png"
     files = ("--json", str(to_json), "--picture", str(picture))
     load = ("--trace", trace, "--speed", "16", "--kind", kind)

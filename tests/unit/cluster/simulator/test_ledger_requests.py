@@ -20,7 +20,7 @@ from router.ledger.memory.memory import MemoryLedger
 
 @pytest.fixture
 def ledger(monkeypatch: pytest.MonkeyPatch) -> MemoryLedger:
-    """Three tenants' requests finished there, and one of them has a weight."""
+    """Return a ledger with finished requests of three tenants, one of which has a weight."""
     ledger = MemoryLedger(clock=lambda: 0.0)
     document = Document().with_tenant("acme", {"weight": 3}).with_tenant("gone", {"weight": 9})
     asyncio.run(ledger.put_access(document.to_records()))

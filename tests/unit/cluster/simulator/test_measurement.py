@@ -1,4 +1,4 @@
-"""Step times that were measured, as a roofline."""
+"""Measured step times, fitted as a roofline."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_fit_has_no_negative_part() -> None:
 
 
 def test_measurement_steps_have_their_reported_sizes() -> None:
-    """The fake runner takes 5 ms a step and 0.1 ms a token, on a clock of the test's own."""
+    """The fake runner takes 5 ms a step and 0.1 ms a token, in virtual time."""
     now = [0.0]
 
     def sleep(seconds: float) -> None:

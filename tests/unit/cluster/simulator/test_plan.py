@@ -1,4 +1,4 @@
-"""Smallest sufficient number of workers, and the targets."""
+"""Search for the smallest sufficient number of workers, and its targets."""
 
 from __future__ import annotations
 
@@ -92,13 +92,13 @@ def test_target_counts_unfinished_requests_as_infinite() -> None:
 
 @pytest.mark.parametrize("statistic, place", [("p99.9", 998), ("p50", 499)])
 def test_target_percentile_is_a_nearest_rank(statistic: str, place: int) -> None:
-    """Also where a hundredth of a float is more than that."""
+    """The rank is exact, although p99.9 / 100 is not in floating point."""
     record = forecasts.some().records[0]
     records = [replace(record, first_token=record.arrival.at + i) for i in range(1000)]
     assert Target("ttft", statistic, 1.0).attained(records) == pytest.approx(place)
 
 
-# what a worker can do
+# saturation rate of a worker
 
 SLOW = Roofline(overhead_s=0.0, weights_s=1.0, token_s=0.0, kv_token_s=0.0)
 PRODUCTS = Roofline(overhead_s=0.0, weights_s=0.0, token_s=0.001, kv_token_s=0.0)
@@ -111,12 +111,12 @@ def worker(step_time: Roofline, **settings: int) -> WorkerSpec:
 
 
 def test_saturation_rate_is_bounded_by_slots() -> None:
-    """Both have 20 output tokens: the second would have had 80."""
+    """Each request has 20 output tokens; ``max_tokens`` truncates the second one's 80."""
     assert saturation_rate(REQUESTS, worker(SLOW, max_num_seqs=10)) == pytest.approx(10 / 20)
 
 
 def test_saturation_rate_is_bounded_by_the_token_budget() -> None:
-    """A row needs 1 token a step, and 200 / 20 for the prompts that come after it."""
+    """A row takes 1 token per step, and 200 / 20 tokens for the prompts of later requests."""
     limited = worker(SLOW, max_num_seqs=256, max_num_batched_tokens=256)
     assert saturation_rate(REQUESTS, limited) == pytest.approx(256 / 11 / 20)
 
@@ -135,7 +135,7 @@ def test_saturation_rate_is_bounded_by_compute() -> None:
 
 @pytest.mark.long
 def test_saturation_rate_matches_a_simulated_worker() -> None:
-    """Conversations on an H200, half as many again as it can do."""
+    """Conversations arrive at an H200 at 1.5 times its estimated saturation rate."""
     spec = machines.spec_of(machines.kind_of("h200", "llama-3.1-8b"), None, ())
     workload = replace(WORKLOADS["azure-conversation"].without_drift(), deadline_s=inf)
     estimate = saturation_rate(list(islice(workload.arrivals(1), 2000)), spec)
@@ -145,7 +145,7 @@ def test_saturation_rate_matches_a_simulated_worker() -> None:
     assert estimate == pytest.approx(ended / 20, rel=0.1)
 
 
-# what is shown of a plan
+# views of a plan
 
 TARGETS = (Target("ttft", "p99", 1.0), Target("tpot", "mean", 0.05))
 ENOUGH = Plan(2, (Trial(1, (inf, 0.06), False), Trial(2, (0.8, 0.04), True)))

@@ -1,4 +1,4 @@
-"""A forecast: what it promises of every request, and what it takes into account."""
+"""Simulation of a cluster: invariants of every request, and modelled effects."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_simulated_lone_request_takes_link_and_step_times() -> None:
 
 def test_simulated_prompt_is_computed_in_chunks() -> None:
     (record,) = simulate([Arrival(0.0, 300, 1, 200)], scenario()).records
-    # It comes before the worker has said that it is there; 128, 128 and 44 tokens.
+    # The request arrives before the worker has announced itself; chunks of 128, 128 and 44 tokens.
     assert record.dispatched == LINK_S
     assert record.ttft_s == pytest.approx(3 * LINK_S + 2 * 0.0128 + 0.01, abs=2e-4)
 
@@ -75,7 +75,7 @@ EVENTS: dict[str, tuple[Event, ...]] = {
 
 
 def check_conserved(forecast: Forecast) -> None:
-    """Every request has come to one end, with all its tokens or with a cause."""
+    """Check that every request has ended once, with all its tokens or with a cause."""
     for index, record in enumerate(forecast.records):
         arrival = record.arrival
         assert record.index == index
@@ -108,7 +108,7 @@ def test_simulated_worker_loss_migrates_requests_with_tokens() -> None:
     undisturbed = second.latency_s
     assert (first.worker, first.attempts, first.migrations) == ("worker-1", 2, 1)
     assert first.recomputed_tokens > 64
-    # The detection, and a little to compute it again.
+    # The detection takes 0.2 s, and computing the tokens again less than 0.1 s.
     assert undisturbed + 0.2 < first.latency_s < undisturbed + 0.3
 
 
@@ -136,7 +136,7 @@ def test_simulated_worker_wait_starts_at_each_arrival() -> None:
 
 
 def test_simulated_empty_cluster_starts_a_worker_on_arrival() -> None:
-    """Long after the last one went as well."""
+    """The second request arrives long after the last worker was removed."""
     autoscale = AutoscaleConfig(min_workers=0, max_workers=1, idle_delay=5.0)
     router = RouterConfig(worker_wait=20.0)
     cluster = replace(scenario(router=router), autoscale=autoscale, start_s=2.0)
@@ -206,7 +206,7 @@ def test_simulation_applies_the_routers_order() -> None:
 
 
 def test_simulation_refuses_unmeetable_deadlines() -> None:
-    """A worker computes a hundred tokens per second, and half of the requests have a hundred."""
+    """A worker computes 100 tokens per second, and half of the requests have 100 output tokens."""
     load = [
         replace(it, deadline_s=0.6, output_tokens=(10, 100)[index % 2])
         for index, it in enumerate(arrivals(200, 10.0))

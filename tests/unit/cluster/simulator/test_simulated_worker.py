@@ -1,4 +1,4 @@
-"""A simulated worker, as its routers see it while a step goes on."""
+"""Simulated worker, as its routers see it during a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cluster.simulator.workloads.arrivals import Arrival
 from tests.support.small_clusters import spec
 from worker.engine.outcome import Stop
 
-#: Of the step time of these workers.
+#: Step time of the simulated worker.
 STEP_S = 0.01
 
 

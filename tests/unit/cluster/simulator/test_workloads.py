@@ -1,4 +1,4 @@
-"""Made-up workloads have the statistics of the traces that they are named after."""
+"""Synthetic workloads have the statistics of the traces that they are named after."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from cluster.simulator.workloads.known import WORKLOADS
 from cluster.simulator.workloads.workload import merged
 
 REQUESTS = 20_000
-#: Of the published traces: mean, p50, p75, p90, p99 of prompts and of outputs.
+#: Mean, p50, p75, p90, p99 of prompt and output tokens in the published traces.
 PUBLISHED = {
     "azure-conversation": ((1155, 1020, 1189, 2734, 4142), (211, 129, 395, 424, 601)),
     "azure-code": ((2048, 1469, 2744, 5188, 7436), (28, 13, 24, 55, 251)),
     "mooncake": ((12_035, 6909, 15_367, 27_367, 85_400), (343, 350, 472, 597, 1119)),
 }
-#: Known too light: the conversation's p99, which the mixture of its two kinds of output has not.
+#: Tails that are known to be too light: the mixture of two kinds of output misses this p99.
 TOO_LIGHT = {("azure-conversation", 601)}
 
 
@@ -42,7 +42,7 @@ def cv(times: Sequence[float]) -> float:
 
 
 def dispersion(times: Sequence[float], window_s: float) -> float:
-    """Variance over mean of the requests in each window."""
+    """Return the variance over the mean of the number of requests in a window."""
     counts = Counter(int(at / window_s) for at in times)
     numbers = [counts[i] for i in range(int(times[-1] / window_s))]
     return pvariance(numbers) / fmean(numbers)
@@ -113,8 +113,8 @@ def test_mooncake_repeated_block_keeps_its_prefix_and_tenant() -> None:
     before: dict[int, tuple[str, tuple[int, ...]]] = {}
     for each in some("mooncake", 2000):
         for place, name in enumerate(each.prefix):
-            told = (each.tenant, each.prefix[:place])
-            assert before.setdefault(name, told) == told
+            key = (each.tenant, each.prefix[:place])
+            assert before.setdefault(name, key) == key
 
 
 def test_workload_is_reproducible_by_seed() -> None:

@@ -1,4 +1,4 @@
-"""Parsers of chats: what is reasoning, and which special tokens they need."""
+"""Parsers of chats: separation of reasoning, and the special tokens that they need."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.chat.deltas import Reasoning
 from router.chat.parsers.registry import Formats
 from router.chat.tools import ToolUse
 from router.requests.tokenizer import ServedModel
-from tests.support.router.chat_support import TOOLS, plain, told
+from tests.support.router.chat_support import TOOLS, parsed, plain
 
 MODEL = ServedModel.load("fake")
 THOUGHT = "<think>\nHm.\n</think>\n\nYes."
@@ -52,7 +52,7 @@ def conversation(
 def test_conversation_parser_separates_reasoning(
     chat: RenderedChat, text: str, expected: Any
 ) -> None:
-    assert plain(told(chat.parser("r", 0), [text])) == expected
+    assert plain(parsed(chat.parser("r", 0), [text])) == expected
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_conversation_parser_separates_reasoning(
     ],
 )
 def test_constrained_output_has_no_reasoning(chat: RenderedChat, text: str, expected: Any) -> None:
-    assert plain(told(chat.parser("r", 0, is_constrained=True), [text])) == expected
+    assert plain(parsed(chat.parser("r", 0, is_constrained=True), [text])) == expected
 
 
 @pytest.mark.parametrize(

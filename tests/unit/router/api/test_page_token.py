@@ -1,4 +1,4 @@
-"""Tokens of pages: they come back as they were written, and nothing else is taken for one."""
+"""Page tokens: round trips, and rejection of all other texts."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_key_expiry_has_second_precision() -> None:
     assert [key.has_expired(NOW + more) for more in (-1.0, 0.0, 1.0)] == [False, True, True]
 
 
-# who comes
+# authentication
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_expired_key_is_rejected() -> None:
     headers = {"x-api-key": SHOWN}
     assert table(key).admit(headers, NOW - 1).tenant == "acme"
     assert refusal(headers, NOW, key) == f"the API key {ID} has expired"
-    # Only who has the secret learns that there was such a key.
+    # Only a caller that has the secret learns that the key existed.
     assert "unknown API key" in refusal(
         {"x-api-key": keys.join_key(ID, keys.new_secret())}, NOW, key
     )
@@ -196,7 +196,7 @@ def test_submission_without_limits_is_unchanged() -> None:
     assert NO_LIMITS.fitted(one) is one
 
 
-# what is kept
+# stored form
 
 
 def test_document_round_trips_as_yaml_and_records() -> None:
@@ -356,7 +356,7 @@ def test_access_and_access_file_settings_must_agree(settings: dict[str, str]) ->
         RouterConfig(**settings)  # type: ignore[arg-type]
 
 
-# the door
+# reload
 
 
 async def opened(path: Path, document: Document = DOCUMENT) -> Access:

@@ -31,13 +31,13 @@ from tests.support.router.gateway_support import CONFIG, Gateway, gateway_ledger
 
 STOP = session_pb2.STOP_CAUSE_EOS
 ONE = Limits(max_concurrent=1)
-#: A request "hi" takes 2 tokens, and 8 for its output.
+#: Charge of one request "hi": 2 prompt tokens and 8 output tokens.
 TEN = Limits(tokens_per_minute=10)
 R = "acme/r"
 
 
 class Counting(MemoryLedger):
-    """``calls`` are those that have to do with limits."""
+    """Ledger that records the calls that concern limits."""
 
     def __init__(self) -> None:
         super().__init__(time.monotonic)
@@ -76,7 +76,7 @@ async def ledger() -> Counting:
 async def limited(
     ledger: Counting, limits: Limits, name: str = "gateway"
 ) -> AsyncIterator[Gateway]:
-    """A gateway to which only "acme" has limits."""
+    """Run a gateway at which only the tenant "acme" has limits."""
     gateway = Gateway(
         ledger, name, CONFIG, lambda tenant: limits if tenant == "acme" else NO_LIMITS
     )
@@ -157,6 +157,23 @@ async def test_choices_are_all_charged_and_refunded(ledger: Counting) -> None:
         await gateway.submit(request_id="acme/2", n=4, max_tokens=7)
 
 
+async def test_unopened_request_is_refunded(
+    ledger: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tenant's shard of the ledger answers, that of the request does not."""
+
+    async def open_request(*arguments: object) -> Opened:
+        raise LedgerUnavailable("away")
+
+    async with limited(ledger, ONE) as gateway:
+        with monkeypatch.context() as patch:
+            patch.setattr(ledger, "open", open_request)
+            with pytest.raises(LedgerUnavailable):
+                await gateway.submit(request_id=R)
+        await until(lambda: not ledger.slots)
+        await gateway.submit(request_id="acme/next")
+
+
 @pytest.mark.parametrize("way", ["cancel", "forget", "reader", "deadline"])
 async def test_slot_is_freed_by_any_end(ledger: Counting, way: str) -> None:
     async with limited(ledger, ONE) as gateway:
@@ -210,7 +227,7 @@ async def test_request_rejected_by_a_full_ledger_is_not_charged(
 async def test_request_whose_open_answer_was_lost_is_charged_once(
     ledger: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client sends the request again, which is the same request."""
+    """The client retries with the same request id."""
     opening = ledger.open
 
     async def lost(*args: object) -> Opened:
@@ -226,7 +243,7 @@ async def test_request_whose_open_answer_was_lost_is_charged_once(
         assert "requests_per_minute" in await refused(gateway)
 
 
-# the same request again
+# duplicate requests
 
 
 @pytest.mark.parametrize("is_over", [False, True])
@@ -267,21 +284,21 @@ async def test_conflicting_request_is_not_charged(ledger: Counting) -> None:
         assert "requests_per_minute" in await refused(gateway)
 
 
-# gateways that die, and a ledger that goes away
+# dead gateways and ledger outages
 
 
-async def adopt(ledger: Counting, dead: Gateway, heir: Gateway) -> LiveRequest:
+async def adopt(ledger: Counting, dead: Gateway, successor: Gateway) -> LiveRequest:
     await ledger.heartbeat(dead.name, "there:1", 0.0)
-    return await heir.requests.attach(R)
+    return await successor.requests.attach(R)
 
 
-async def test_heir_frees_the_slot_of_an_adopted_request(ledger: Counting) -> None:
-    async with limited(ledger, ONE) as gateway, limited(ledger, ONE, "heir") as heir:
+async def test_successor_frees_the_slot_of_an_adopted_request(ledger: Counting) -> None:
+    async with limited(ledger, ONE) as gateway, limited(ledger, ONE, "successor") as successor:
         await gateway.submit(request_id=R)
-        live = await adopt(ledger, gateway, heir)
-        assert "max_concurrent" in await refused(heir)
-        await finish(heir, live)
-        await heir.submit(request_id="acme/next")
+        live = await adopt(ledger, gateway, successor)
+        assert "max_concurrent" in await refused(successor)
+        await finish(successor, live)
+        await successor.submit(request_id="acme/next")
 
 
 async def test_cancel_of_an_ownerless_request_frees_its_slot(ledger: Counting) -> None:
@@ -307,14 +324,14 @@ async def test_slot_is_held_while_its_request_runs(
         assert not ledger.slots
 
 
-async def test_heir_holds_the_slot_of_an_adopted_request(
+async def test_successor_holds_the_slot_of_an_adopted_request(
     ledger: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with limited(ledger, ONE) as gateway:
         await gateway.submit(request_id=R)
         monkeypatch.setattr(quotas, "_RENEW_INTERVAL_S", 0.01)
-        async with limited(ledger, ONE, "heir") as heir:
-            await adopt(ledger, gateway, heir)
+        async with limited(ledger, ONE, "successor") as successor:
+            await adopt(ledger, gateway, successor)
             await until(lambda: "renew_charges" in ledger.calls)
 
 

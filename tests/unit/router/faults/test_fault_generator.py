@@ -39,7 +39,7 @@ def test_fault_generator_yields_every_fault_in_valid_form() -> None:
 @settings(max_examples=examples(50))
 @given(st.integers(0, 1 << 32), st.floats(0.1, 10.0))
 def test_fault_generator_always_spares_one_worker(seed: int, every_s: float) -> None:
-    """No other worker is started, so killed and drained ones stay so."""
+    """Workers are not replaced, so killed and drained ones never recover."""
     generator, ends = FaultGenerator(seed), dict.fromkeys(WORKERS, 0.0)
     for step in range(60):
         now = step * every_s

@@ -12,7 +12,7 @@ from router.prediction.corrections import _MAX_GROUPS, RATE, Corrections
 from tests.support.example_counts import examples
 
 QUANTILES = (0.5, 0.9)
-#: Of lengths and of what is predicted, natural logarithms.
+#: Range of the natural logarithms of actual and predicted lengths.
 LOW, HIGH = 0.0, 8.0
 LOGS = st.floats(LOW, HIGH)
 
@@ -34,8 +34,7 @@ def test_coverage_error_is_bounded_for_any_outputs(
 
 
 def test_censored_outputs_teach_only_a_lower_bound() -> None:
-    """Outputs of 5 at the median, of which nothing is seen beyond 4: without those that were cut
-    off there, one would take them for much shorter."""
+    """Outputs with a median of 5 are cut off at 4; without these, they would seem much shorter."""
     dice = random.Random(1)
     seen, alone = Corrections((0.05,)), Corrections((0.05,))
     for _ in range(20_000):

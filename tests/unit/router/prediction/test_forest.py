@@ -1,4 +1,4 @@
-"""Trees answer as the library that grew them does, and nothing else is taken for trees."""
+"""Forests give the results of LightGBM, which grew them; invalid forests are rejected."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_invalid_forest_is_rejected(wrong: dict[str, Any]) -> None:
 
 
 def test_tree_with_too_many_leaves_is_rejected() -> None:
-    """A line of nodes, of each of which a leaf hangs."""
+    """The tree is a chain of nodes, each with one leaf."""
     left = [child for node in range(16) for child in (2 * node + 1, 2 * node + 1)] + [32]
     right = [child for node in range(16) for child in (2 * node + 2, 2 * node + 1)] + [32]
     columns = {"feature": [0] * 33, "threshold": [0.0] * 33, "value": [1.0] * 33}

@@ -15,7 +15,7 @@ def asked(*groups: str) -> RequestFeatures:
     return RequestFeatures((), groups, max_tokens=100, choices=1, arrived=0.0)
 
 
-def told(histories: Histories, *groups: str) -> dict[str, float]:
+def named(histories: Histories, *groups: str) -> dict[str, float]:
     names = FEATURES[-3 * len(groups) :]
     return dict(zip(names, histories.features(asked(*groups)), strict=True))
 
@@ -42,12 +42,12 @@ def test_history_of_a_new_group_is_that_of_its_parent() -> None:
         histories.note(("acme", "", "", ""), 3.0)
         histories.note(("acme", "", "o", "t"), 7.0)
         histories.note(("shop", "", "", ""), 1.0)
-    known = told(histories, "acme", "", "o", "t")
+    known = named(histories, "acme", "", "o", "t")
     assert known["template_log_mean"] == known["opening_log_mean"] == 7.0
     assert known["tenant_log_mean"] == known["application_log_mean"] == 5.0
-    new = told(histories, "acme", "new", "new", "new")
+    new = named(histories, "acme", "new", "new", "new")
     assert new["template_log_mean"] == 5.0 and new["template_log_count"] == 0
-    assert told(histories, "new", "", "", "")["tenant_log_mean"] == pytest.approx(11 / 3, abs=0.01)
+    assert named(histories, "new", "", "", "")["tenant_log_mean"] == pytest.approx(11 / 3, abs=0.01)
 
 
 def test_histories_remember_a_bounded_number_of_groups() -> None:
@@ -72,8 +72,10 @@ def test_histories_from_a_file_replace_no_known_ones() -> None:
 
 
 def test_histories_forget_the_oldest_of_a_file_first() -> None:
-    """A file of many prompts, each another one, is full; whose tenants nothing came of lately are
-    forgotten, and not those of which something came last."""
+    """The file has as many groups as can be remembered, most of them of one prompt each.
+
+    New groups replace those that were updated longest ago, not the tenant of all prompts.
+    """
     trained, served = Histories(), Histories()
     for number in range(_MAX_GROUPS):
         trained.note(("acme", "", "", str(number)), 1.0)

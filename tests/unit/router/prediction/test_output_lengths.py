@@ -1,4 +1,4 @@
-"""Outputs become as long as those before them, where nothing better is known."""
+"""Mean length of earlier outputs, which is predicted without a model."""
 
 from __future__ import annotations
 

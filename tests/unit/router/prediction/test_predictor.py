@@ -1,4 +1,4 @@
-"""A router's predictor: what it says of a request, and what it learns when its outputs end."""
+"""Predictor of a router: predictions of requests, and learning from ended outputs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,8 @@ from tests.support.router.mixes import Drawn
 from tests.support.router.prediction_support import learnt, mixed, predictor, request, served
 
 
-def told(predictor: Predictor, requests: list[Drawn], factor: float = 1.0) -> list[int]:
-    """Return the predictions of requests, each of which ends after the prediction, ``factor`` times
-    as long.
-    """
+def predicted(predictor: Predictor, requests: list[Drawn], factor: float = 1.0) -> list[int]:
+    """Return the predicted output tokens; each output ends ``factor`` times as long as drawn."""
     tokens = []
     for it in requests:
         prediction = predictor.predict(request(it), it.arrived)
@@ -39,7 +37,7 @@ def told(predictor: Predictor, requests: list[Drawn], factor: float = 1.0) -> li
 
 
 def by_chance(predictor: Predictor, requests: list[Drawn], seed: int = 0) -> None:
-    """Outputs end that are as long as those of other requests."""
+    """End the requests with output lengths of random other ones."""
     dice = random.Random(seed)
     for it in requests:
         predictor.note(
@@ -90,7 +88,7 @@ def test_predictor_ignores_outputs_ended_by_max_tokens() -> None:
 
 def test_predictions_correlate_with_actual_lengths() -> None:
     requests = mixed(5, 600)
-    tau = kendall_tau([*zip(told(predictor(), requests), lengths(requests), strict=True)])
+    tau = kendall_tau([*zip(predicted(predictor(), requests), lengths(requests), strict=True)])
     oracle = kendall_tau([(it.mean_tokens, it.output_tokens) for it in requests])
     assert tau >= 0.85 * oracle > 0.6
 
@@ -101,7 +99,7 @@ def lengths(requests: list[Drawn]) -> list[int]:
 
 def test_predicted_rank_is_of_all_choices_together() -> None:
     made, requests = predictor(), mixed(6, 300)
-    told(made, requests)
+    predicted(made, requests)
     proofs = next(it for it in requests if it.application == "proofs")
     sentiment = next(it for it in requests if it.application == "sentiment")
     assert made.predict(request(sentiment), 0.0).queue_key.predicted_rank < 0.3
@@ -111,7 +109,7 @@ def test_predicted_rank_is_of_all_choices_together() -> None:
 
 def test_predictions_follow_growing_output_lengths() -> None:
     made, requests = predictor(), mixed(7, 900)
-    tokens = told(made, requests, factor=3.0)
+    tokens = predicted(made, requests, factor=3.0)
     late = slice(600, None)
     assert sum(tokens[late]) == pytest.approx(3 * sum(lengths(requests)[late]), rel=0.35)
     assert made.trust is not None
@@ -140,7 +138,7 @@ def test_predictor_learns_an_unseen_template_quickly() -> None:
     new = mixes.Application("new", "acme", "Be terse. " * 20, (mixes.Kind(("{text}",), 700, 0.2),))
     drawn = mixes.drawn(random.Random(1), [new])
     made, requests = predictor(), [*islice(drawn, 60)]
-    tokens = told(made, requests)
+    tokens = predicted(made, requests)
     assert tokens[-1] == pytest.approx(700, rel=0.5)
 
 
@@ -160,15 +158,18 @@ def test_worthless_predictions_become_constant_and_recover() -> None:
     predictions = [made.predict(request(it), it.arrived) for it in requests[:50]]
     assert len({it.length for it in predictions}) == 1
     assert {it.queue_key.predicted_rank for it in predictions} == {0.0}
-    told(made, requests)
+    predicted(made, requests)
     assert made.trust.is_trusted and made.trust.tau > 0.5
 
 
 def left(
     order: Order, predictor: Predictor, requests: list[Drawn], cached: Sequence[int] = ()
 ) -> list[int]:
-    """Requests that come a second after each other, and leave when all of them have waited for
-    long. ``cached`` are their cached prompt tokens, 0 by default."""
+    """Return the numbers of the requests in the order in which they leave the queue.
+
+    They arrive 1 s apart, and leave after a long wait. ``cached`` are their cached prompt tokens,
+    0 by default.
+    """
     queue = AdmissionQueue(policy_of(order, RouterConfig()), class_floor=0.0)
     for number, it in enumerate(requests):
         made = request(it, request_id=str(number))
@@ -204,7 +205,7 @@ def test_worthless_predictions_keep_arrival_order(order: Order) -> None:
     assert left(order, made, some) != by_arrival
     by_chance(made, requests)
     assert left(order, made, some) == by_arrival
-    told(made, requests)
+    predicted(made, requests)
     assert left(order, made, some) != by_arrival
 
 
@@ -241,7 +242,7 @@ def test_least_tokens_is_reached_by_nearly_all_outputs() -> None:
 
 def test_least_tokens_is_waived_for_one_in_twenty_requests() -> None:
     made, requests = predictor(), mixed(6, 300)
-    told(made, requests)
+    predicted(made, requests)
     proof = next(it for it in requests if it.application == "proofs")
     asked = (request(proof, request_id=f"r{number}") for number in range(2000))
     least = [made.predict(each, 0.0).least_tokens for each in asked]

@@ -1,4 +1,4 @@
-"""A predictor's file is followed, and what is wrong with it changes nothing."""
+"""Predictor file: reloaded when it changes, unless it is invalid."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tests.support.router.prediction_support import learnt
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, object]]]:
-    """Log lines."""
+def log_lines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, object]]]:
+    """Return a list to which log lines are added: level and event, and fields."""
     lines: list[tuple[str, dict[str, object]]] = []
 
-    def teller(level: str) -> Callable[..., None]:
+    def logger(level: str) -> Callable[..., None]:
         return lambda event, **fields: lines.append((f"{level}: {event}", fields))
 
     for level in ("info", "error"):
-        monkeypatch.setattr(f"router.prediction.file.log.{level}", teller(level))
+        monkeypatch.setattr(f"router.prediction.file.log.{level}", logger(level))
     return lines
 
 
@@ -34,12 +34,12 @@ def write(path: Path, text: str) -> None:
 
 
 async def test_predictor_file_is_loaded_once_per_version(
-    tmp_path: Path, told: list[tuple[str, dict[str, object]]]
+    tmp_path: Path, log_lines: list[tuple[str, dict[str, object]]]
 ) -> None:
     path, loaded = tmp_path / "lengths.json", list[Model]()
     file = PredictorFile(path, loaded.append)
     await file.reload()
-    assert [fields["cause"] for _, fields in told] == ["No such file or directory"]
+    assert [fields["cause"] for _, fields in log_lines] == ["No such file or directory"]
     write(path, learnt()[0])
     for _ in range(3):
         await file.reload()
@@ -47,11 +47,11 @@ async def test_predictor_file_is_loaded_once_per_version(
     write(path, learnt()[0])
     await file.reload()
     assert len(loaded) == 2
-    assert [line for line, _ in told[1:]] == ["info: predictor loaded"] * 2
+    assert [line for line, _ in log_lines[1:]] == ["info: predictor loaded"] * 2
 
 
 async def test_predictor_file_is_loaded_at_start(
-    tmp_path: Path, told: list[tuple[str, dict[str, object]]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, log_lines: list[tuple[str, dict[str, object]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise, requests of the first second would be predicted without it."""
     monkeypatch.setattr("router.prediction.file._POLL_INTERVAL_S", 3600.0)
@@ -67,7 +67,7 @@ async def test_predictor_file_is_loaded_at_start(
 
 
 async def test_broken_predictor_file_is_logged_once_and_not_loaded(
-    tmp_path: Path, told: list[tuple[str, dict[str, object]]]
+    tmp_path: Path, log_lines: list[tuple[str, dict[str, object]]]
 ) -> None:
     path, loaded = tmp_path / "lengths.json", list[Model]()
     file = PredictorFile(path, loaded.append)
@@ -76,7 +76,7 @@ async def test_broken_predictor_file_is_logged_once_and_not_loaded(
         for _ in range(3):
             await file.reload()
     assert len(loaded) == 1
-    assert [fields.get("cause") for _, fields in told] == [
+    assert [fields.get("cause") for _, fields in log_lines] == [
         None,
         "is not a predictor of output lengths",
         "is not JSON",
@@ -87,7 +87,7 @@ async def test_broken_predictor_file_is_logged_once_and_not_loaded(
 
 
 async def test_mismatched_predictor_file_is_logged_once(
-    tmp_path: Path, told: list[tuple[str, dict[str, object]]]
+    tmp_path: Path, log_lines: list[tuple[str, dict[str, object]]]
 ) -> None:
     def refuse(model: Model) -> None:
         raise ValueError("is of 'a', and 'b' is served")
@@ -97,7 +97,7 @@ async def test_mismatched_predictor_file_is_logged_once(
     write(path, learnt()[0])
     for _ in range(3):
         await file.reload()
-    assert told == [
+    assert log_lines == [
         (
             "error: predictor not loaded",
             {"path": str(path), "cause": "is of 'a', and 'b' is served"},
@@ -106,10 +106,10 @@ async def test_mismatched_predictor_file_is_logged_once(
 
 
 async def test_oversized_predictor_file_is_not_read(
-    tmp_path: Path, told: list[tuple[str, dict[str, object]]]
+    tmp_path: Path, log_lines: list[tuple[str, dict[str, object]]]
 ) -> None:
     path = tmp_path / "lengths.json"
     path.touch()
     os.truncate(path, 1 << 34)
     await PredictorFile(path, lambda _: None).reload()
-    assert [fields["cause"] for _, fields in told] == [f"has more than {16 << 20} bytes"]
+    assert [fields["cause"] for _, fields in log_lines] == [f"has more than {16 << 20} bytes"]

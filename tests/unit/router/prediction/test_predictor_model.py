@@ -1,4 +1,4 @@
-"""A predictor's file: what is taken, and what is wrong with others."""
+"""Contents of a predictor file, and errors of invalid ones."""
 
 from __future__ import annotations
 

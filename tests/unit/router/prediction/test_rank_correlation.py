@@ -13,11 +13,11 @@ from router.prediction.trust import kendall_tau
 
 
 def by_definition(pairs: list[tuple[float, float]]) -> float:
-    balance = x_told = y_told = 0
+    balance = x_untied = y_untied = 0
     for (ax, ay), (bx, by) in combinations(pairs, 2):
         x, y = (ax > bx) - (ax < bx), (ay > by) - (ay < by)
-        balance, x_told, y_told = balance + x * y, x_told + abs(x), y_told + abs(y)
-    return balance / sqrt(x_told * y_told) if x_told and y_told else 0.0
+        balance, x_untied, y_untied = balance + x * y, x_untied + abs(x), y_untied + abs(y)
+    return balance / sqrt(x_untied * y_untied) if x_untied and y_untied else 0.0
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=40))

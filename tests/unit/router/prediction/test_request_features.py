@@ -40,13 +40,13 @@ def test_features_find_keywords_at_prompt_start_and_end() -> None:
 
 
 def test_features_include_sampling_options() -> None:
-    told = features("a", choices=3, temperature=0.5, stops=2, has_grammar=True)
+    actual = features("a", choices=3, temperature=0.5, stops=2, has_grammar=True)
     expected = {"choices": 3, "temperature": 0.5, "stops": 2, "grammar": 1, "hour": 6}
-    assert expected.items() <= told.items()
+    assert expected.items() <= actual.items()
 
 
 def test_features_ignore_the_middle_of_a_prompt() -> None:
-    """Only the ends of the text count."""
+    """Features of the text depend only on its two ends."""
     a, b = (features(f"{SYSTEM} {middle} {SYSTEM}") for middle in ("tea " * 2000, "cup " * 3000))
     assert {**a, "log_prompt_tokens": 0} == {**b, "log_prompt_tokens": 0}
 

@@ -1,4 +1,4 @@
-"""Predictions whose order is worth nothing are not used, until it is worth something again."""
+"""Trust in predictions: lost while their order is uncorrelated with the actual lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paged attention, by every backend: against the formula, written out in float64 for each token."""
+"""Paged attention of every backend, compared with the formula in float64 for each token."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_kv_write_changes_only_its_layer_and_positions(
 @every_dtype
 @every_backend
 def test_copied_kv_block_gives_same_attention(backend: Backend, dtype: torch.dtype) -> None:
-    """Copied as a whole, as swap does, or shared under another row's table."""
+    """Swapping copies whole blocks, and rows share blocks in their tables."""
     batch = Batch(backend, [(40, 1)], dtype)
     (out,) = batch.attend([0])
     first, second = batch.rows[0].block_table
@@ -213,7 +213,7 @@ def test_copied_kv_block_gives_same_attention(backend: Backend, dtype: torch.dty
 
 @every_backend
 def test_attention_accepts_strided_heads(backend: Backend) -> None:
-    """Heads are parts of one product, or in the layout of transformers' modules."""
+    """Heads may be slices of one projection, or have the layout of transformers' modules."""
     batch = Batch(backend, [(0, 20)])
     (expected,) = batch.attend([0])
     together = torch.cat((batch.queries[0], batch.keys[0], batch.values[0]), dim=1)

@@ -1,5 +1,7 @@
-"""Attention's kernels, in Triton's interpreter where there is no GPU. All that holds of every
-backend is asked of them in test_attention.py."""
+"""Attention kernels, run in Triton's interpreter without a GPU.
+
+The tests of test_attention.py cover these kernels as well.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ from worker.model.spec import Rope
 
 #: Code of e4m3 that is NaN.
 NAN_CODE = 0x7F
-#: Decodes at a block's edges, one row as with drafts, and chunks of prompts.
+#: (start, tokens) of a decode at a block boundary, a row with drafts, and a chunk of a prompt.
 FEW_ROWS = [(32, 1), (62, 4), (40, 22)]
 
 
@@ -59,7 +61,7 @@ def test_gpu_kernel_is_correct_for_any_split_count(multiprocessors: int) -> None
 
 
 def test_decode_launch_is_independent_of_lengths_and_padding() -> None:
-    """A graph uses the same tensors with other numbers."""
+    """A replayed graph gets the same tensors with other values."""
     batch = Batch(kernel, [(70, 1), (33, 1)])
     expected = batch.attend([0, 1])
     tables = torch.zeros(4 * 3, dtype=torch.int32, device=batch.device)
@@ -84,7 +86,7 @@ def test_decode_launch_is_independent_of_lengths_and_padding() -> None:
 
 @pytest.mark.parametrize("dtype", [long(torch.float32), torch.float16], ids=str)
 def test_gpu_kernel_supports_largest_head_dim(dtype: torch.dtype) -> None:
-    """Gemma 2 9B has this head dimension; half precision and fp32 use other sizes of pieces."""
+    """Gemma 2 9B has this head dimension; half precision and fp32 use different tile sizes."""
     batch = Batch(kernel, [(40, 1), (5, 20)], dtype, head_dim=256, heads=16, kv_heads=8)
     form = AttentionForm(256**-0.5, window=24, softcap=2.0)
     for i, out in enumerate(batch.attend([0, 1], form)):
@@ -102,8 +104,9 @@ def test_gpu_kernel_overwrites_uninitialised_output(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.long
 def test_gpu_kernel_addresses_cache_beyond_int32() -> None:
-    """Caches of large GPUs are larger. The prompt's last block and the decoded tokens are beyond
-    element 2**31; other blocks take no memory.
+    """Caches of large GPUs exceed 2**31 elements.
+
+    The last block of the prompt and the decoded token lie beyond; other blocks take no memory.
     """
     numbers = 2 * 2 * 8 * BLOCK_SIZE * 128
     last = (1 << 31) // numbers + 5

@@ -1,4 +1,4 @@
-"""Choice of kernels on a GPU, if they work."""
+"""Choice of attention kernels on a GPU, by whether they work."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Prompts that somebody else's kernels attend to: stand-ins compute what they are asked for from
-the arguments alone, and refuse what FlashAttention 3 and FlashInfer would."""
+"""Prompt attention by stand-ins for the kernels of FlashAttention 3 and FlashInfer.
+
+The stand-ins compute results from their arguments alone, and refuse what the kernels refuse.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ from worker.device.kv_cache import KVCache
 
 CPU = torch.device("cpu")
 HEAD_DIM, HEADS = 16, 6
-#: Decodes before and behind what has prompts, between which one decodes.
+#: (start, tokens) of rows: decodes before, between and after chunks of prompts.
 ROWS = [(32, 1), (0, 40), (5, 2), (40, 22), (62, 1)]
 HALF = partial(Batch, dtype=torch.float16, head_dim=HEAD_DIM, heads=HEADS)
 ALL = {Feature(window, softcap) for window in (False, True) for softcap in (False, True)}
@@ -39,7 +41,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it stands in 
 
 
 class StandIn:
-    """The module; ``change`` is made to what it returns."""
+    """Module of FlashAttention 3, whose results are changed by ``change``."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -65,7 +67,7 @@ class StandIn:
 
 
 def formula(query: Tensor, keys: Tensor, values: Tensor, asked: dict[str, Any]) -> Tensor:
-    """``query`` are of the last positions, of those that ``keys`` and ``values`` have."""
+    """Return attention in float64; ``query`` has the last positions of ``keys`` and ``values``."""
     group = query.shape[1] // keys.shape[1]
     keys, values = (each.double().repeat_interleave(group, 1) for each in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * asked["softmax_scale"]
@@ -83,7 +85,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     module = StandIn()
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
     on(9, monkeypatch)
-    # Another one that may be installed here is no part of this.
+    # FlashInfer may be installed here, but must not be found.
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     prompt_choice._try_cached.cache_clear()
     yield module
@@ -214,12 +216,12 @@ def test_attention_name_includes_prompt_kernel(stand_in: StandIn) -> None:
 
 
 class Wrapper:
-    """FlashInfer's, in its place."""
+    """Stand-in for the prefill wrapper of FlashInfer."""
 
     num_plans = 0
 
-    def __init__(self, room: Tensor, kv_layout: str) -> None:
-        assert room.dtype == torch.uint8 and kv_layout == "HND"
+    def __init__(self, workspace: Tensor, kv_layout: str) -> None:
+        assert workspace.dtype == torch.uint8 and kv_layout == "HND"
 
     def plan(
         self,

@@ -112,6 +112,9 @@ def test_arithmetic_is_named_where_bits_do_not_depend_on_batch(
     own = arithmetic(CPU, torch.bfloat16)
     monkeypatch.setenv(native.LEVEL_VARIABLE, "avx2")
     assert arithmetic(CPU, torch.bfloat16) == "cpu avx2" != own
+    monkeypatch.setattr(native, "has_amx", lambda: True)
+    assert arithmetic(CPU, torch.float32) and not arithmetic(CPU, torch.bfloat16)
+    monkeypatch.setattr(native, "has_amx", lambda: False)
     monkeypatch.setattr(native, "why_no_code", lambda: "no compiler")
     assert not arithmetic(CPU, torch.bfloat16)
 

@@ -14,23 +14,23 @@ CUDA = torch.device("cuda")
 
 async def test_gpu_watch_reports_utilization_repeatedly(monkeypatch: pytest.MonkeyPatch) -> None:
     percent = iter([0, 55, 100])
-    enough, told = asyncio.Event(), list[float]()
+    enough, reported = asyncio.Event(), list[float]()
 
-    def tell(utilization: float) -> None:
-        told.append(utilization)
-        if len(told) == 3:
+    def report(utilization: float) -> None:
+        reported.append(utilization)
+        if len(reported) == 3:
             enough.set()
 
     monkeypatch.setattr(gpu, "_INTERVAL_S", 0.001)
     monkeypatch.setattr(gpu, "choose_device", lambda wanted: CUDA)
     monkeypatch.setattr(torch.cuda, "utilization", lambda device: next(percent, 100))
-    watching = asyncio.create_task(gpu.watch("auto", tell))
+    watching = asyncio.create_task(gpu.watch("auto", report))
     async with asyncio.timeout(20):
         await enough.wait()
     watching.cancel()
     with pytest.raises(asyncio.CancelledError):
         await watching
-    assert told[:3] == [0.0, 0.55, 1.0]
+    assert reported[:3] == [0.0, 0.55, 1.0]
 
 
 async def test_gpu_watch_reports_nothing_without_pynvml(monkeypatch: pytest.MonkeyPatch) -> None:

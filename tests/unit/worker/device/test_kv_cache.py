@@ -1,4 +1,4 @@
-"""The KV cache's layout, which offload and transfer will rely on."""
+"""Memory layout of the KV cache."""
 
 from __future__ import annotations
 

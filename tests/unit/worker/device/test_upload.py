@@ -55,7 +55,7 @@ def test_parcel_aligns_arrays_to_16_bytes() -> None:
 
 @pytest.fixture
 def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchRunner]:
-    """Runner with the kernels and replayed decode steps of a GPU."""
+    """Yield a runner with the kernels and replayed decode steps of a GPU."""
     if torch.cuda.is_available():
         pytest.skip("kernels compute on a CPU in the interpreter alone")
     monkeypatch.setattr(
@@ -87,7 +87,7 @@ def captured(work: Work) -> Work:
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of each, as a GPU would see them."""
+    """Return the list of the sizes in bytes of all copies to the device."""
     seen: list[int] = []
 
     class Sent(Parcel):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from worker.engine.decodes import Decodes
 
-#: Who is noted at which position, or dropped, or sits out, or is found at another position; then a
-#: step that takes so long and so much longer a position.
+#: (action, slot, position, base, slope): an action on a slot, and then a step that takes
+#: base + slope * position for each decode.
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["none", "note", "drop", "sit out", "place", "anew"]),
@@ -71,5 +71,5 @@ def test_decodes_match_row_by_row_accounting(steps: list[tuple[str, int, int, in
                 positions[each] += 1
         assert decodes.positions == sum(positions.values())
         assert decodes.positions_of(np.array([*positions], np.int64)) == decodes.positions
-        told = [before + decodes.seconds(each) for each, before in enumerate(taken)]
-        assert told == pytest.approx(seconds)
+        totals = [before + decodes.seconds(each) for each, before in enumerate(taken)]
+        assert totals == pytest.approx(seconds)

@@ -57,4 +57,4 @@ def test_plan_digest_includes_prefix_blocks_once() -> None:
     elsewhere = replace(PLAN, rows=Rows.of([DECODE, replace(ADMITTED, block_table=(4, 3, 9))]))
     assert plan_digest(elsewhere) != plan_digest(PLAN)
     later = replace(PLAN, rows=Rows.of([replace(DECODE, block_table=(4, 3, 6)), ADMITTED]))
-    assert plan_digest(later) == plan_digest(PLAN), "told apart in the step that took block 3"
+    assert plan_digest(later) == plan_digest(PLAN), "different in the step that took block 3"

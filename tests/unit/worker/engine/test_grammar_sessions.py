@@ -1,4 +1,4 @@
-"""A start with a grammar is a sequence of the engine's only when its grammar is compiled."""
+"""Starts with a grammar, which reach the engine when the grammar is compiled."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Toy:
 
 
 class ToyCompiler:
-    """Compiles when told to."""
+    """Compiler whose compilations end when the test says so."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Grammar, Callable[[Compiled | EverliftError], None]]] = []

@@ -11,7 +11,7 @@ A, B, C = b"a", b"b", b"c"
 
 
 def kept(num_host_blocks: int, *hashes: bytes) -> HostStore:
-    """A store that has saved ``hashes``, which are needed, in this order."""
+    """Return a store that has saved ``hashes``, all of them needed, in this order."""
     this = HostStore(num_host_blocks)
     this.mark_needed(hashes)
     for block, block_hash in enumerate(hashes):

@@ -1,5 +1,4 @@
-"""Steps that are launched before the one before them is committed: in which order, and what becomes
-of whoever goes meanwhile."""
+"""Steps that are launched before the previous step is committed: order, departures, failures."""
 
 from __future__ import annotations
 
@@ -23,9 +22,11 @@ from worker.serving.loop import LeadingLoop, Report
 KEY = SequenceKey(1, 0)
 
 
-class Telling(FakeRunner):
-    """Notes what it is asked for, by step. The first of which ``breaks`` says so fails, and leaves
-    rubbish."""
+class RecordingRunner(FakeRunner):
+    """Runner that records its calls by step.
+
+    The first call for which ``breaks`` is true fails, and leaves garbage in the blocks.
+    """
 
     def __init__(self, bounds: Limits, model: FakeModel | None = None) -> None:
         model = replace(model or FakeModel(), runs_ahead=True)
@@ -33,13 +34,13 @@ class Telling(FakeRunner):
         self.asked: list[tuple[str, int]] = []
         self.plans: list[Plan] = []
         self.breaks: Callable[[str, Plan], bool] = lambda what, plan: False
-        #: steps whose rows all fail
+        #: Steps whose rows all fail.
         self.fails: Collection[int] = ()
-        #: the step that failed
+        #: Step whose call failed, or 0.
         self.broken = 0
 
     def ask(self, what: str, plan: Plan) -> None:
-        """Raises MemoryError where it breaks as it is launched, RuntimeError later on."""
+        """Record a call; if it breaks, raise MemoryError in a launch, otherwise RuntimeError."""
         self.asked.append((what, plan.step))
         if not self.broken and self.breaks(what, plan):
             self.broken = plan.step
@@ -50,11 +51,11 @@ class Telling(FakeRunner):
     def _launch(self, plan: Plan) -> LaunchedStep:
         self.plans.append(plan)
         self.ask("forward", plan)
-        return TellingStep(self, plan, super()._launch(plan))
+        return RecordingStep(self, plan, super()._launch(plan))
 
 
-class TellingStep:
-    def __init__(self, runner: Telling, plan: Plan, launched: LaunchedStep) -> None:
+class RecordingStep:
+    def __init__(self, runner: RecordingRunner, plan: Plan, launched: LaunchedStep) -> None:
         self._runner, self._plan, self._launched = runner, plan, launched
 
     def sample(self) -> None:
@@ -70,11 +71,11 @@ class TellingStep:
 
 
 class Ahead:
-    """An engine that launches ahead."""
+    """Engine that launches steps ahead."""
 
     def __init__(self, bounds: Limits | None = None, model: FakeModel | None = None) -> None:
         self.bounds = bounds or limits()
-        self.runner = Telling(self.bounds, model)
+        self.runner = RecordingRunner(self.bounds, model)
         self.engine = Engine(self.runner, self.bounds, launch=self.runner.launch)
 
     def add(self, epoch: int, length: int, **fields: object) -> None:
@@ -138,7 +139,7 @@ def test_blocks_filled_by_decoding_are_prefix_hits() -> None:
 
 
 def left_before_its_row_failed(bounds: Limits | None = None) -> Ahead:
-    """The first of several, of 70 tokens."""
+    """Return an engine with an aborted sequence of 70 tokens, whose row in step 2 will fail."""
     this = Ahead(bounds)
     this.runner.fails = [2]
     this.add(1, 70, max_tokens=20)
@@ -149,7 +150,7 @@ def left_before_its_row_failed(bounds: Limits | None = None) -> Ahead:
 
 
 def num_found(this: Ahead, epoch: int, tokens: list[int]) -> int:
-    """Tokens that another one of these finds in the cache."""
+    """Run another sequence with ``tokens``, and return its prefix-cache hits in tokens."""
     before = this.engine.load().counters.prefix_hit_tokens
     this.engine.add(sequence(this.bounds, epoch, tokens, max_tokens=2))
     run(this.engine)
@@ -200,12 +201,12 @@ def test_drain_returns_tokens_drawn_so_far() -> None:
     assert collected.tokens[KEY] == expected_tokens(prompt(3, 1), 5)
 
 
-#: By epoch, of a prompt and of its output.
+#: Tokens of prompt and output by epoch.
 LENGTHS = {epoch: (24 + 7 * epoch, 40 + 9 * epoch) for epoch in range(1, 7)}
 
 
 class Swapping(Ahead):
-    """Has too few blocks for six requests, and room on the host for all that it takes from them."""
+    """Engine with too few blocks for six requests, and host memory for all preempted blocks."""
 
     def __init__(self) -> None:
         bounds = limits(num_blocks=7, max_num_seqs=4, watermark_blocks=0, num_host_blocks=20)
@@ -214,18 +215,16 @@ class Swapping(Ahead):
             self.add(epoch, length, max_tokens=max_tokens)
 
     def check(self, collected: Collected) -> None:
-        """Check that sequences that did not fail have all of their tokens, and no sequence a wrong
-        one.
-        """
+        """Check that unfailed sequences have all tokens, and that no token is wrong."""
         for epoch, (length, max_tokens) in LENGTHS.items():
             key = SequenceKey(epoch, 0)
             expected = expected_tokens(prompt(length, epoch), max_tokens)
-            told = collected.tokens.get(key, [])
-            assert told == expected[: len(told)]
-            assert len(told) == max_tokens or collected.stops[key] is Stop.FAILED
+            received = collected.tokens.get(key, [])
+            assert received == expected[: len(received)]
+            assert len(received) == max_tokens or collected.stops[key] is Stop.FAILED
 
     def in_flight(self, copies: str) -> list[int]:
-        """Steps that made ``copies`` while the one before them was in flight."""
+        """Return the steps that made ``copies`` while the previous step was in flight."""
         asked = pairwise(self.runner.asked)
         behind = {step for (_, step), after in asked if after == ("results", step - 1)}
         return [p.step for p in self.runner.plans if getattr(p, copies) and p.step in behind]

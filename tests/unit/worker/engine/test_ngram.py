@@ -1,4 +1,4 @@
-"""Drafts from what followed the last tokens before."""
+"""Draft tokens from an earlier occurrence of the last tokens."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_drafter_proposes_nothing_before_prompt_is_read() -> None:
 
 
 def learned(*pieces: tuple[int, int], limit: int = 8) -> Drafter:
-    """A drafter that was told (drafted, accepted)."""
+    """Return a drafter that has learned the numbers (drafted, accepted) of ``pieces``."""
     this = Drafter(Speculation(num_draft_tokens=limit))
     for drafted, accepted in pieces:
         this.learn(drafted, accepted)

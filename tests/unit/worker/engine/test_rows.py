@@ -1,4 +1,4 @@
-"""The rows of a step as columns: the same rows to whoever looks at one."""
+"""Rows of a step, stored as columns."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ from worker.engine.sequence import NO_SLOT, Sequence
 
 
 def preempted() -> tuple[Bench, Sequence, Sequence, list[Outcome]]:
-    """A sequence that goes on, one that had to give way, and what the step that took its blocks
-    said."""
+    """Return a running and a preempted sequence, and the outcomes of the preempting step."""
     bench = Bench(limits(num_blocks=4, watermark_blocks=0, max_num_batched_tokens=200))
     long, short = bench.add(1, 60, first=100), bench.add(2, 40, first=500)
     bench.step()
@@ -22,7 +21,7 @@ def preempted() -> tuple[Bench, Sequence, Sequence, list[Outcome]]:
 def test_decode_outcome_has_only_computed_count() -> None:
     bench = Bench(limits(max_num_batched_tokens=40))
     bench.add(1, 70)
-    assert bench.commit(bench.plan()) == [], "a chunk is nothing to tell"
+    assert bench.commit(bench.plan()) == [], "a chunk is nothing to report"
     bench.commit(bench.plan())
     for computed in (71, 72):
         (outcome,) = bench.commit(bench.plan())
@@ -39,18 +38,18 @@ def test_outcome_of_first_token_reports_wait_and_cache_hits() -> None:
     (outcome,) = bench.commit(bench.scheduler.schedule(now=12.5))
     assert outcome.update == SequenceUpdate(waited_s=2.5, cached_tokens=64)
     (outcome,) = bench.commit(bench.scheduler.schedule(now=13.0))
-    assert outcome.update == NO_UPDATE, "it is told once"
+    assert outcome.update == NO_UPDATE, "it is reported once"
 
 
 def test_preemption_is_reported_in_step_that_causes_it() -> None:
     _, _, short, outcomes = preempted()
-    told = Outcome(
+    expected = Outcome(
         SequenceKey(2, 0),
         short.num_output,
         num_computed=short.num_known - 1,
         update=SequenceUpdate(Residence.PREEMPTED, preemptions=1),
     )
-    assert outcomes[0] == told
+    assert outcomes[0] == expected
     assert outcomes[1].tokens == (TOKEN,), "the other one's"
 
 
@@ -59,7 +58,7 @@ def test_resumed_sequence_reports_recomputed_tokens() -> None:
     bench.scheduler.remove(long)
     known = short.num_known
     (outcome,) = bench.commit(bench.plan())
-    # Its first block of 32 was found in the cache.
+    # The first block of 32 tokens was a prefix-cache hit.
     again = known - 1 - 32
     assert outcome.update == SequenceUpdate(
         Residence.RESUMED, preemptions=0, recomputed_tokens=again

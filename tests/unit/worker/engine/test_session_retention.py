@@ -1,4 +1,4 @@
-"""Retention of a session's KV blocks between its turns, as the engine does it."""
+"""Retention of a session's KV blocks by the engine between turns."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_next_turn_is_a_hit_and_extends_what_is_retained() -> None:
 
 
 class Log:
-    """Step log that keeps its entries, as they would arrive at other ranks."""
+    """Step log that keeps its entries as other ranks would receive them."""
 
     def __init__(self) -> None:
         self.entries: list[session_pb2.StepLog] = []

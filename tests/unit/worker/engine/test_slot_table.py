@@ -1,4 +1,4 @@
-"""The slot table agrees with the sequences, or the check fails."""
+"""Consistency check of the slot table and the sequences."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Clock:
 
 
 class Runner(FakeRunner):
-    """The model takes two seconds, drawing one."""
+    """Runner whose model takes 2 s per step, and whose sampling takes 1 s."""
 
     def __init__(self, clock: Clock, stopwatch: Stopwatch) -> None:
         super().__init__(BOUNDS.num_blocks, FakeModel())
@@ -43,7 +43,7 @@ class Runner(FakeRunner):
 
 
 class TimedStep:
-    """Starting to sample takes one second, and the wait for the results four."""
+    """Launched step: the start of sampling takes 1 s, the wait for the results 4 s."""
 
     def __init__(self, step: LaunchedStep, clock: Clock) -> None:
         self._step, self._clock = step, clock
@@ -58,7 +58,7 @@ class TimedStep:
 
 
 class LaunchingRunner(FakeRunner):
-    """A launch takes two seconds."""
+    """Runner whose launches take 2 s."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(BOUNDS.num_blocks, FakeModel(runs_ahead=True))
@@ -100,7 +100,7 @@ def test_stopwatch_times_whole_step_launched_ahead(monkeypatch: pytest.MonkeyPat
 
 
 def test_stopwatch_parts_cover_whole_step() -> None:
-    """A clock that goes on at every look: three boundaries a step."""
+    """The clock advances by 1 s at each reading."""
     ticks: Iterator[int] = count()
     stopwatch = Stopwatch(lambda: float(next(ticks)))
     engine = Engine(FakeRunner(BOUNDS.num_blocks, FakeModel()), BOUNDS, stopwatch=stopwatch)

@@ -22,7 +22,7 @@ from worker.runner.fake_runner import FakeRunner
 from worker.serving.inbox import Inbox, Orders
 from worker.serving.loop import LeadingLoop, Report
 
-#: A step takes 16 ms and 1 ms a token; its text repeats itself enough for drafts.
+#: A step takes 16 ms, and 1 ms per token; the output is repetitive enough for drafts.
 MODEL = FakeModel(step_time=16e-3, token_time=1e-3, surprise_one_in=5)
 LIMITS = limits(
     num_blocks=64,
@@ -34,8 +34,10 @@ LIMITS = limits(
 
 
 class Worker:
-    """Rank 0's loop, whose clock goes on by what steps take: ``ahead``, while their results are
-    waited for."""
+    """Loop of rank 0 in virtual time, which steps advance.
+
+    With ``ahead``, time passes during the wait for the results.
+    """
 
     def __init__(self, bounds: Limits = LIMITS, ahead: bool = False) -> None:
         self.now = 100.0
@@ -70,7 +72,7 @@ class Worker:
             self.turn()
 
     def learn(self) -> None:
-        """Let the model of step times learn from batches of one to four, and their prompts."""
+        """Train the model of step times with batches of one to four, and their prompts."""
         for epoch in range(1001, 1005):
             self.turn(self.sequence(epoch, 40))
             self.turns(60)
@@ -80,7 +82,7 @@ class Worker:
         return self.loop._breakdowns.breakdown_of(this, self.now).breakdown
 
 
-def told(report: Report) -> dict[int, SequenceBreakdown]:
+def by_epoch(report: Report) -> dict[int, SequenceBreakdown]:
     return {it.key.epoch: it for it in report.breakdowns}
 
 
@@ -101,7 +103,7 @@ def test_breakdown_of_lone_sequence_has_no_interference() -> None:
     worker.turn(this)
     worker.sleep(0.25)
     worker.turn()
-    end = told(worker.turn())[1]
+    end = by_epoch(worker.turn())[1]
     assert milliseconds(end.breakdown) == {
         "waiting": 500.0,
         "prefill": 36.0,
@@ -196,12 +198,12 @@ def test_breakdown_of_preempted_has_wait_and_recompute() -> None:
         before, began = worker.breakdown(short), worker.now
         report = worker.turn()
     step_s = worker.now - began
-    breakdown = told(report)[2].breakdown
+    breakdown = by_epoch(report)[2].breakdown
     assert milliseconds(between(before, breakdown)) == {"preempted": round(1e3 * step_s, 3)}
     worker.sleep(0.5)
     while long.slot >= 0:
         report = worker.turn()
-    assert 2 not in told(report), "it has told all that there is to tell"
+    assert 2 not in by_epoch(report), "it has reported everything"
     waited_s = worker.breakdown(short).preempted_s
     assert waited_s == pytest.approx(worker.now - began)
     worker.turn()
@@ -236,7 +238,7 @@ def test_drain_reports_breakdown_of_each_sequence() -> None:
     worker.sleep(0.5)
     report = worker.turn(late, drain=True)
     assert {o.stop for o in report.outcomes} == {Stop.RETURNED}
-    breakdowns = {epoch: milliseconds(it.breakdown) for epoch, it in told(report).items()}
+    breakdowns = {epoch: milliseconds(it.breakdown) for epoch, it in by_epoch(report).items()}
     assert breakdowns == {1: {"prefill": 26.0, "between_steps": 750.0}, 2: {"waiting": 500.0}}
 
 
@@ -261,7 +263,7 @@ def test_breakdown_is_reported_after_prefill(ahead: bool) -> None:
     worker.turns(2)
     reports = [worker.turn(worker.sequence(1, 100), worker.sequence(2, 20))]
     reports += [worker.turn() for _ in range(4)]
-    assert [[*told(it)] for it in reports[ahead:]][:3] == [[], [1, 2], []]
+    assert [[*by_epoch(it)] for it in reports[ahead:]][:3] == [[], [1, 2], []]
 
 
 def test_breakdown_of_cached_sequence_is_reported_at_first_step() -> None:
@@ -273,7 +275,7 @@ def test_breakdown_of_cached_sequence_is_reported_at_first_step() -> None:
     prompt, output = before.tokens[:64], before.tokens[64:97]
     moved = sequence(LIMITS, 2, prompt, output=output, max_tokens=40, num_computed=96)
     moved.arrived_at = worker.now
-    assert milliseconds(told(worker.turn(moved))[2].breakdown) == {"decode": 17.0}
+    assert milliseconds(by_epoch(worker.turn(moved))[2].breakdown) == {"decode": 17.0}
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -307,7 +309,7 @@ def test_breakdown_is_reset_when_slot_is_reused() -> None:
     worker.sleep(3.0)
     this = worker.sequence(3, 10, max_tokens=2)
     worker.turn(this)
-    breakdown = told(worker.turn())[3].breakdown
+    breakdown = by_epoch(worker.turn())[3].breakdown
     assert milliseconds(breakdown) == {"prefill": 26.0, "decode": 17.0}
     assert (breakdown.steps, breakdown.most_neighbours) == (2, 0)
 
@@ -318,7 +320,7 @@ def test_breakdown_charges_failed_step_to_its_sequences() -> None:
     worker.turn(worker.sequence(1, 10))
     report = worker.turn()
     assert [o.stop for o in report.outcomes] == [Stop.FAILED]
-    assert milliseconds(told(report)[1].breakdown) == {"prefill": 26.0, "decode": 17.0}
+    assert milliseconds(by_epoch(report)[1].breakdown) == {"prefill": 26.0, "decode": 17.0}
 
 
 def test_breakdown_counts_moved_tokens_as_recompute() -> None:
@@ -354,7 +356,7 @@ def test_breakdown_charges_ahead_step_when_computed() -> None:
     worker.turn()
     assert milliseconds(worker.breakdown(this)) == {"waiting": 500.0, "prefill": 36.0}
     worker.turn()
-    end = told(worker.turn())[1]
+    end = by_epoch(worker.turn())[1]
     assert milliseconds(end.breakdown) == {"waiting": 500.0, "prefill": 36.0, "decode": 34.0}
     assert (end.breakdown.steps, end.breakdown.most_neighbours) == (3, 0)
     assert end.breakdown.until == worker.now
@@ -366,12 +368,12 @@ def test_breakdown_has_no_gap_while_step_is_in_flight() -> None:
     worker.turn(this)
     worker.sleep(0.25)
     worker.turn()
-    end = told(worker.turn())[1]
+    end = by_epoch(worker.turn())[1]
     assert milliseconds(end.breakdown) == {"prefill": 286.0, "decode": 17.0}
     worker.sleep(1.0)
     other = worker.sequence(2, 20, max_tokens=1)
     worker.turn(other)
-    assert milliseconds(told(worker.turn())[2].breakdown) == {"prefill": 36.0}
+    assert milliseconds(by_epoch(worker.turn())[2].breakdown) == {"prefill": 36.0}
 
 
 def test_breakdown_of_ahead_step_has_the_wait() -> None:

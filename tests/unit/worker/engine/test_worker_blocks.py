@@ -10,23 +10,23 @@ A, B, C = b"a", b"b", b"c"
 
 
 class Shelf:
-    """A store that has ``kept`` and takes notes."""
+    """Host store that contains ``kept``, and records its calls."""
 
     def __init__(self, *kept: bytes) -> None:
         self.kept = {*kept}
-        self.notes: list[tuple[object, ...]] = []
+        self.calls: list[tuple[object, ...]] = []
 
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self.kept
 
     def evicted(self, block: int, block_hash: bytes, *, ends_chunk: bool) -> None:
-        self.notes.append(("evicted", block, block_hash))
+        self.calls.append(("evicted", block, block_hash))
 
     def pin(self, block_hash: bytes) -> None:
-        self.notes.append(("pin", block_hash))
+        self.calls.append(("pin", block_hash))
 
     def load(self, block_hash: bytes, block: int) -> None:
-        self.notes.append(("load", block_hash, block))
+        self.calls.append(("load", block_hash, block))
 
 
 def pool(num_blocks: int, store: Shelf | None = None) -> BlockPool:
@@ -124,7 +124,7 @@ def test_block_pool_notifies_store_of_eviction() -> None:
     this.publish(1, A, 0)
     this.free((0, 1))
     this.allocate(2)
-    assert shelf.notes == [("evicted", 1, A)], "block 0 held nothing of a name"
+    assert shelf.calls == [("evicted", 1, A)], "block 0 held nothing of a name"
 
 
 def test_block_claim_loads_from_store() -> None:
@@ -135,7 +135,7 @@ def test_block_claim_loads_from_store() -> None:
     this.free((1,))
     assert C in this and not this.is_used(C)
     assert this.claim([A, B, C]) == (1, 2, 3)
-    assert shelf.notes == [("pin", C), ("pin", B), ("load", B, 2), ("load", C, 3)]
+    assert shelf.calls == [("pin", C), ("pin", B), ("load", B, 2), ("load", C, 3)]
     assert this.is_used(C)
     assert this.claim([B]) == (2,), "it is here now"
     this.check_integrity([(0,), (1, 2, 3), (2,)])

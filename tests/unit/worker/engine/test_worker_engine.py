@@ -59,7 +59,7 @@ def test_tiny_pool_changes_no_tokens() -> None:
 
 
 def repetitive(num_drafts: int, num_host_blocks: int = 0) -> Load:
-    """Run six sequences with repetitive text, which get their tokens; return the load."""
+    """Run six sequences with repetitive text, check their tokens, and return the load."""
     model = FakeModel(surprise_one_in=20)
     bounds = limits(
         num_blocks=12,
@@ -152,7 +152,7 @@ def test_idle_engine_step_skips_runner() -> None:
 
 
 class Failing(FakeRunner):
-    """Raises ``error`` in the steps ``at``."""
+    """Runner that raises ``error`` in the steps ``at``."""
 
     def __init__(self, bounds: Limits, error: Exception, at: range) -> None:
         super().__init__(bounds.num_blocks, FakeModel())

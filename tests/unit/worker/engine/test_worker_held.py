@@ -1,4 +1,4 @@
-"""Sequences whose grammars are not ready sit steps out, and slow nobody else."""
+"""Sequences whose grammars are not ready skip steps, and do not delay others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def bench(scheduling: Scheduling | None = None) -> Bench:
 
 
 def rows(this: Bench, *held: int) -> tuple[Row, ...]:
-    """Return the rows of the next step, in which these slots are held."""
+    """Run a step in which the slots ``held`` are held, and return its rows."""
     plan = this.scheduler.schedule(frozenset(held))
     this.commit(plan)
     return plan.rows

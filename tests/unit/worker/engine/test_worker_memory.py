@@ -1,4 +1,4 @@
-"""A step for which there is too little memory: nobody dies of it."""
+"""Recovery from steps that run out of memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ERROR = EngineFailed("out of memory")
 
 
 def decoding(count: int, **fields: int) -> tuple[Bench, list[Sequence]]:
-    """Sequences of 8, 9, ... tokens that decode."""
+    """Return ``count`` decoding sequences, with prompts of 8, 9, ... tokens."""
     bounds = {"num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 200} | fields
     bench = Bench(limits(**bounds))
     sequences = [bench.add(i, 7 + i, first=100 * i) for i in range(1, count + 1)]
@@ -84,8 +84,7 @@ def test_token_budget_recovers_fully_in_about_512_steps() -> None:
 
 
 def test_retracted_step_frees_uncomputed_shared_blocks() -> None:
-    """Two prompts with one beginning: the second was to find the first one's block, of that very
-    step."""
+    """The second prompt counts blocks as hits that the same step computes for the first one."""
     bench = Bench(limits(max_num_batched_tokens=200))
     first, second = bench.add(1, 70), bench.add(2, 70)
     plan = bench.plan()
@@ -136,7 +135,7 @@ def test_retracted_sequence_is_readmitted_to_runner_once() -> None:
 
 
 def test_remaining_row_of_retracted_step_continues() -> None:
-    """A step that was launched ahead: of its two tokens one is of a sequence that has ended."""
+    """The step was launched ahead, and one of its two sequences has ended."""
     bench, sequences = decoding(2)
     plan = bench.plan()
     bench.scheduler.remove(sequences[0])
@@ -158,7 +157,7 @@ def test_retracted_step_without_rows_halves_next_step() -> None:
 
 
 class SamplingFails(FakeRunner):
-    """Too little memory comes where a launched step is to draw, not where it is launched."""
+    """Runner whose steps run out of memory in the sampling, not in the launch."""
 
     def __init__(self, num_blocks: int, model: FakeModel, steps: Collection[int]) -> None:
         super().__init__(num_blocks, replace(model, runs_ahead=True))
@@ -171,7 +170,7 @@ class SamplingFails(FakeRunner):
         return FakeStep(lambda: self._fall_short(plan), lambda: None)
 
     def _fall_short(self, plan: Plan) -> list[RowResult]:
-        # Its copies were made when it was launched.
+        # The launch has already made the copies of the step.
         self._spoil(replace(plan, saves=()))
         raise MemoryError
 

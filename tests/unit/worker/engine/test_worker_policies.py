@@ -23,19 +23,19 @@ from worker.engine.waiting import WaitingQueue
 
 STATIC = Scheduling("static")
 MAGNUS = Scheduling("magnus")
-#: Without ageing to speak of: by length alone.
+#: Ageing is negligible: the order is by length alone.
 SLAI = Scheduling("slai", tbt_target=4.0, ageing_tokens=1)
 CONTINUOUS = Scheduling(ageing_tokens=1)
 short_first = pytest.mark.parametrize("scheduling", [SLAI, CONTINUOUS], ids=lambda it: it.policy)
 
 
 def present(bench: Bench) -> set[int]:
-    """Epochs of those in the batch."""
+    """Return the epochs of the sequences in the batch."""
     return {s.key.epoch for s in bench.scheduler if s.slot != NO_SLOT}
 
 
 def step_at(bench: Bench, now: float) -> list[tuple[int, int, int]]:
-    """(slot, start, tokens) of each row of a step that begins ``now``."""
+    """Run a step that begins ``now``; return (slot, start, tokens) of each row."""
     plan = bench.plan(now)
     bench.commit(plan)
     return [(row.slot, row.start, len(row.tokens)) for row in plan.rows]
@@ -94,12 +94,12 @@ def test_preempted_member_precedes_the_next_batch() -> None:
 
 
 def predicted(bench: Bench, epoch: int, tokens: int, length: int = 3) -> Sequence:
-    """Add a sequence, which generates as many tokens as predicted."""
+    """Add a sequence that generates as many tokens as predicted."""
     return bench.add(epoch, length, max_tokens=tokens, first=100 * epoch, predicted_tokens=tokens)
 
 
 def batches(bench: Bench, seconds: float = 1.0) -> list[set[int]]:
-    """Epochs of those that run together, until all are done; each step takes so long."""
+    """Run all sequences, with steps of ``seconds``; return the epochs of each batch."""
     found: list[set[int]] = []
     now = 0.0
     while len(bench.scheduler):
@@ -144,7 +144,7 @@ def test_magnus_serves_sequence_with_oversized_prediction() -> None:
 
 
 def test_magnus_long_batch_runs_after_proportional_wait() -> None:
-    """A step takes a second, and so does a token: the long one takes 40 s."""
+    """A step takes 1 s for one token of a sequence: the long sequence takes 40 s."""
     bench = Bench(limits(num_blocks=32, max_num_seqs=1, scheduling=MAGNUS))
     predicted(bench, 1, 40)
     for epoch in range(2, 12):
@@ -167,7 +167,7 @@ def test_magnus_long_batch_runs_after_proportional_wait() -> None:
 
 
 def test_magnus_arrival_inherits_no_wait_of_departed_band() -> None:
-    """A step takes a second, and a short one comes as soon as none waits any more."""
+    """Steps take 1 s; a short sequence arrives as soon as no other one of its band waits."""
     bench = Bench(limits(num_blocks=32, max_num_seqs=1, scheduling=MAGNUS))
     predicted(bench, 1, 4)
     bench.commit(bench.plan(0.0))
@@ -248,7 +248,7 @@ def test_ageing_shortens_waiting_prompt(policy: EnginePolicy) -> None:
 
 
 def test_slai_decode_with_slack_yields_to_a_prefill() -> None:
-    """Steps take a second, and a token is due four seconds after the one before."""
+    """Steps take 1 s, and a token is due 4 s after the previous one."""
     bench = Bench(limits(num_blocks=16, max_num_batched_tokens=20, scheduling=SLAI))
     bench.add(1, 5)
     step_at(bench, 0.0)
@@ -258,7 +258,7 @@ def test_slai_decode_with_slack_yields_to_a_prefill() -> None:
         [(1, 20, 20)],
         [(0, 5, 1), (1, 40, 19)],  # due at 5, and the step after this one ends at 5
         [(1, 59, 20)],
-        [(0, 6, 1), (1, 79, 11)],  # there is room for all
+        [(0, 6, 1), (1, 79, 11)],  # the budget suffices for all
         [(0, 7, 1), (1, 90, 1)],
         [(0, 8, 1), (1, 91, 1)],
     ]
@@ -283,7 +283,7 @@ def test_slai_idle_time_is_not_counted_as_step() -> None:
 
 
 def test_slai_prefers_longest_waiting_decodes() -> None:
-    """After a step that was too much, the budget is less than the batch."""
+    """The budget is smaller than the batch, as after a step that ran out of memory."""
     bench = Bench(limits(num_blocks=16, max_num_batched_tokens=8, scheduling=SLAI))
     for epoch in (1, 2, 3, 4):
         bench.add(epoch, 2, first=100 * epoch)
@@ -297,7 +297,7 @@ def test_slai_prefers_longest_waiting_decodes() -> None:
 
 @dataclass(frozen=True)
 class Coming:
-    """A sequence that comes before the step in which it is listed."""
+    """Sequence that arrives before the step in which it is listed."""
 
     length: int
     max_tokens: int
@@ -305,7 +305,7 @@ class Coming:
 
 
 comings = st.builds(Coming, st.integers(1, 60), st.integers(1, 12), st.sampled_from([0, 0, 0, 1]))
-#: By step: who comes, and how long the step takes.
+#: (arrivals, seconds) of each step.
 steps = st.lists(
     st.tuples(st.lists(comings, max_size=3), st.floats(0.2, 3.0)), min_size=1, max_size=25
 )
@@ -315,7 +315,7 @@ configs = st.builds(
 
 
 class Clocked:
-    """A scheduler under slai, on a clock: who came when, who was admitted when, who drew when."""
+    """Scheduler with the policy slai in virtual time, with its admissions and token times."""
 
     def __init__(self, config: Scheduling) -> None:
         self.limits = _roomy(config)
@@ -323,7 +323,7 @@ class Clocked:
         self.config = config
         self.now = 0.0
         self.admitted: list[Sequence] = []
-        #: when each one's newest token came
+        #: Time of the newest token of each sequence.
         self.drawn: dict[Sequence, float] = {}
         self.lateness: list[float] = []
 
@@ -335,7 +335,7 @@ class Clocked:
             self.bench.scheduler.add(sequence(self.limits, epoch, tokens, **fields))
 
     def step(self, seconds: float) -> None:
-        """Run a step; each sequence whose deadline has come must decode."""
+        """Run a step, in which each sequence whose deadline has passed must decode."""
         scheduler = self.bench.scheduler
         plan = self.bench.plan(self.now)
         self.admitted += [scheduler._batch[admission.slot] for admission in plan.admissions]
@@ -355,7 +355,7 @@ class Clocked:
 
 
 def _roomy(config: Scheduling) -> Limits:
-    """Blocks and budget for all decodes, though not for all prompts at once."""
+    """Return limits that suffice for all decodes, but not for all prompts at once."""
     return limits(
         num_blocks=200,
         max_num_seqs=16,
@@ -417,7 +417,7 @@ def test_policy_bounds_overtaking_and_serves_all(
         assert len(overtook) * ageing_tokens < this.num_prompt
 
 
-# another one while the engine runs
+# change of policy at run time
 
 
 def presence(bench: Bench, steps: int) -> list[set[int]]:

@@ -1,4 +1,4 @@
-"""Log probabilities of prompts, by small numbers: which rows score, and what is told."""
+"""Log probabilities of prompts: rows that score, and reported outcomes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from worker.engine.plan import RowResult
 SCORED = SamplingParams(temperature=0.0, prompt_logprobs=0)
 
 
-def told(outcomes: list[Outcome]) -> list[tuple[int, int, tuple[int, ...]]]:
-    """(first position, positions, tokens) of each outcome."""
+def reported(outcomes: list[Outcome]) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Return (first position, number of positions, tokens) of each outcome."""
     for outcome in outcomes:
         for position, score in enumerate(outcome.prompt_logprobs, outcome.prompt_offset):
             assert score.logprob == -position
@@ -23,9 +23,9 @@ def test_scored_prompt_is_reported_chunk_by_chunk() -> None:
     bench = Bench(limits(max_num_batched_tokens=40))
     bench.add(1, 90, max_tokens=2, sampling=SCORED)
     plans = [bench.plan()]
-    assert told(bench.commit(plans[0])) == [(1, 40, ())]
+    assert reported(bench.commit(plans[0])) == [(1, 40, ())]
     plans.append(bench.plan())
-    assert told(bench.commit(plans[1])) == [(41, 40, ())]
+    assert reported(bench.commit(plans[1])) == [(41, 40, ())]
     plans.append(bench.plan())
     assert [row.scores_prompt for plan in plans for row in plan.rows] == [True] * 3
     key = SequenceKey(1, 0)
@@ -52,17 +52,17 @@ def test_scored_prompt_takes_no_hits_but_provides_them() -> None:
 def test_prompt_scores_are_reported_once_despite_recompute() -> None:
     bench = Bench(limits(num_blocks=4, watermark_blocks=0, max_num_batched_tokens=45))
     this = bench.add(1, 100, sampling=SCORED)
-    assert told(bench.commit(bench.plan())) == [(1, 45, ())]
+    assert reported(bench.commit(bench.plan())) == [(1, 45, ())]
     bench.scheduler.preempt(this)
     bench.scheduler._batch._pool.unpublish(0)
     plan = bench.plan()
-    assert (plan.rows[0].start, plan.rows[0].scores_prompt) == (0, False), "all of it was told"
-    assert told(bench.commit(plan)) == [(0, 0, ())], "that it goes on"
-    assert told(bench.commit(bench.plan())) == [(46, 45, ())]
+    assert (plan.rows[0].start, plan.rows[0].scores_prompt) == (0, False), "all of it was reported"
+    assert reported(bench.commit(plan)) == [(0, 0, ())], "that it goes on"
+    assert reported(bench.commit(bench.plan())) == [(46, 45, ())]
     bench.scheduler.preempt(this)
     plan = bench.plan()
-    assert plan.rows[0].start == 64, "what has been told may be found in the cache"
-    assert told(bench.commit(plan))[0][0] == 91
+    assert plan.rows[0].start == 64, "what was reported may be found in the cache"
+    assert reported(bench.commit(plan))[0][0] == 91
 
 
 def test_single_token_prompt_has_no_scores() -> None:

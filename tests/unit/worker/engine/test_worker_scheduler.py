@@ -1,4 +1,4 @@
-"""The scheduler, by small numbers: what each step computes, and for whom."""
+"""Scheduler with small limits: the rows of each step."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_admission_reserves_blocks_for_whole_prompt() -> None:
 
 
 def by_arrival(**fields: int) -> Limits:
-    """Limits with which prompts are prefilled in the order of arrival."""
+    """Return limits with which prompts are prefilled in order of arrival."""
     return limits(**fields, scheduling=BY_ARRIVAL)
 
 
@@ -201,7 +201,7 @@ def test_failed_row_blocks_are_not_prefix_hits() -> None:
 
 
 def fail_last_row(bench: Bench) -> None:
-    """The step's last row fails, the others draw TOKEN."""
+    """Run a step whose last row fails, and whose other rows sample TOKEN."""
     plan = bench.plan()
     *others, _ = plan.rows
     results = [*map(result, others), RowResult(error=EngineFailed("no number"))]
@@ -234,7 +234,7 @@ def test_failed_row_invalidates_unshared_cache_hits() -> None:
 
 
 def fill(bench: Bench, *lengths: int) -> list[Sequence]:
-    """Sequences without a common prefix, all of them prefilled."""
+    """Return prefilled sequences without a common prefix."""
     sequences = [bench.add(i, n, first=100 * i) for i, n in enumerate(lengths, 1)]
     while any(s.num_output == 0 for s in sequences):
         bench.step()
@@ -405,7 +405,7 @@ def test_scheduler_step_does_not_touch_waiting_members() -> None:
 
 
 class Untouchable(dict[int, Sequence]):
-    """Can be asked for one member, never for all."""
+    """Dictionary that permits look-ups, but no iteration."""
 
     def _refuse(self, *_: object) -> NoReturn:
         raise AssertionError("iterated over")

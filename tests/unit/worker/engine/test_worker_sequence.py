@@ -1,4 +1,4 @@
-"""Sequences: what a Start becomes, and when tokens end it."""
+"""Sequences: their conversion from a Start, and their end by tokens."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from worker.engine.plan import Row
 from worker.engine.sequence import Sequence
 
 LIMITS = limits(num_blocks=4, max_model_len=100)
-#: Only rank 0 waits for confirmations, and a sequence has all of its tokens.
+#: Other ranks wait for no confirmations, and their sequences have all tokens.
 OMITTED_BY_TO_START = {"confirm_first_step", "omitted_prefix"}
 
 

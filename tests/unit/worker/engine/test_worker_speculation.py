@@ -1,4 +1,4 @@
-"""Drafts in the scheduler, by small numbers: who gets how many, and what becomes of them."""
+"""Drafts in the scheduler: their number per sequence, acceptance and rejection."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def drafts(plan: Plan) -> list[int]:
 
 
 def decoding(bench: Bench, epoch: int, max_tokens: int = 90, first: int = 200) -> Sequence:
-    """A sequence whose next drafts will be right: it has repeated itself."""
+    """Return a decoding sequence with repetitive output, whose next drafts will be right."""
     this = bench.add(epoch, 3, max_tokens=max_tokens, first=first, output=[TOKEN] * 3)
     bench.step()
     return this

@@ -1,4 +1,4 @@
-"""Preemption with the host's memory, by small numbers: what is saved, and when it comes back."""
+"""Preemption with swapping to host memory: saved blocks, and their reload."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def swapping(**fields: Any) -> Bench:
 
 
 def preempted(bench: Bench) -> tuple[Sequence, Sequence]:
-    """A sequence that runs over a pool of 6 blocks, and one that was preempted with 2 full ones."""
+    """Return a sequence that outgrew a pool of 6 blocks, and a preempted one with 2 full blocks."""
     long = bench.add(1, 90, max_tokens=200, first=100)
     short = bench.add(2, 70, max_tokens=200, first=500)
     bench.step()

@@ -1,4 +1,4 @@
-"""The line of waiting sequences."""
+"""Queue of waiting sequences."""
 
 from tests.support.worker.worker_support import limits, prompt, sequence
 from worker.engine.sequence import Sequence
@@ -13,7 +13,7 @@ def member(order: int, priority: int = 0) -> Sequence:
     return this
 
 
-def test_waiting_line_restores_original_place() -> None:
+def test_waiting_queue_restores_original_place() -> None:
     line = WaitingQueue()
     members = [member(order) for order in range(4)]
     for this in (members[2], members[3], members[1], members[0]):
@@ -26,7 +26,7 @@ def test_waiting_line_restores_original_place() -> None:
     assert (len(line), line.num_tokens) == (0, 0)
 
 
-def test_waiting_line_orders_by_priority_then_arrival() -> None:
+def test_waiting_queue_orders_by_priority_then_arrival() -> None:
     line = WaitingQueue()
     members = [member(order, priority=order % 3) for order in range(60)]
     for this in members:
@@ -40,7 +40,7 @@ def test_waiting_line_orders_by_priority_then_arrival() -> None:
     assert served == sorted(served) and len(served) == 20
 
 
-def test_waiting_line_forgets_removed_members() -> None:
+def test_waiting_queue_forgets_removed_members() -> None:
     line = WaitingQueue()
     members = [member(order) for order in range(100)]
     for this in members:
@@ -53,7 +53,7 @@ def test_waiting_line_forgets_removed_members() -> None:
     assert len(line._heap) <= 2 * 40 + 16, "those that left are forgotten"
 
 
-def test_waiting_line_accepts_removed_member_again() -> None:
+def test_waiting_queue_accepts_removed_member_again() -> None:
     line = WaitingQueue()
     early, late = member(0), member(1)
     line.push(late)

@@ -1,4 +1,4 @@
-"""The largest logits: compiled, they are torch's."""
+"""Compiled argmax of logits, compared with torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worker.native.argmax import (
 )
 
 CPU = torch.device("cpu")
-#: Around a lane, a block, and several of them.
+#: Widths near 64 lanes, near a block of 1,024 elements, and of several blocks.
 WIDTHS = (1, 63, 64, 65, 1023, 1024, 1025, 5000)
 
 
@@ -40,7 +40,7 @@ def compiled() -> CompiledArgmax:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_compiled_argmax_matches_torch_with_ties(width: int) -> None:
     generator = torch.Generator().manual_seed(width)
-    # bf16 has few values: the largest are several, and the first of them counts.
+    # Rounding to bf16 makes ties of the largest logit, of which the first one counts.
     logits = torch.randn(200, width, generator=generator).bfloat16().float()
     values, tokens = compiled()(logits)
     expected_values, expected_tokens = argmax_by_torch(logits)

@@ -1,4 +1,4 @@
-"""C++ compiled at first use: when it is, when it is not, and what happens where it cannot be."""
+"""Compilation of C++ code at its first use: cache, shipped libraries and failures."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_native_flags_select_separate_library(source: Path) -> None:
 def test_native_compile_error_is_logged_and_remembered(
     source: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A worker without its compiled code does not promise equal bits."""
+    """A worker without its compiled code announces no arithmetic: its results may differ."""
     assert arithmetic(torch.device("cpu"), torch.float32)
     source.write_text("this is not C++\n")
     assert native.compiled(source) is None
@@ -112,7 +112,7 @@ def test_native_cache_rejects_world_writable_directory(source: Path) -> None:
 
 @pytest.fixture
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A directory for what is shipped."""
+    """Replace the directory of shipped libraries."""
     monkeypatch.setattr(native, "_SHIPPED", tmp_path / "shipped")
     native.shipped_level.cache_clear()
     yield
@@ -131,7 +131,7 @@ def test_native_shipped_library_needs_no_compiler(
     assert library is not None and library.answer() == 7
     assert not (source.parent / "cache").exists()
     assert arithmetic(torch.device("cpu"), torch.float32)
-    # Of other flags, and of another text, there is none.
+    # No library was shipped for other flags, or for another source.
     assert native.compiled(source, ["-DANSWER=8"]) is None
     assert source.name in native.why_no_code()
     assert not arithmetic(torch.device("cpu"), torch.float32)

@@ -29,14 +29,14 @@ class Requests:
 
 class Watcher:
     def __init__(self, server: HealthServer, service: str) -> None:
-        self.told: list[int] = []
+        self.statuses: list[int] = []
         call: Any = None
         asked = HealthCheckRequest(service=service).SerializeToString()
         self.task = asyncio.create_task(self._watch(server.watch(asked, call)))
 
     async def _watch(self, answers: AsyncIterator[HealthCheckResponse]) -> None:
         async for answer in answers:
-            self.told.append(answer.status)
+            self.statuses.append(answer.status)
 
 
 async def settled() -> None:
@@ -45,7 +45,7 @@ async def settled() -> None:
 
 
 async def test_health_check_is_shared_by_all_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The test is the timer.
+    # The test calls the timer itself.
     monkeypatch.setattr(health_server, "_POLL_INTERVAL_S", 3600.0)
     requests = Requests()
     server = HealthServer(requests, ["x"])
@@ -63,7 +63,7 @@ async def test_health_check_is_shared_by_all_watchers(monkeypatch: pytest.Monkey
         server._tick()
         await settled()
     both = [SERVING, NOT_SERVING, SERVING]
-    assert [it.told for it in watchers] == [both, both, [SERVING], [UNKNOWN]] * 25
+    assert [it.statuses for it in watchers] == [both, both, [SERVING], [UNKNOWN]] * 25
     for watcher in watchers:
         watcher.task.cancel()
     await asyncio.gather(*(it.task for it in watchers), return_exceptions=True)
@@ -74,7 +74,7 @@ async def test_health_check_is_shared_by_all_watchers(monkeypatch: pytest.Monkey
 async def test_health_change_found_by_a_new_watcher_reaches_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Between two looks of the timer, which sees the same both times."""
+    """The timer alone would miss the change: the state is the same at both of its polls."""
     monkeypatch.setattr(health_server, "_POLL_INTERVAL_S", 3600.0)
     requests = Requests()
     server = HealthServer(requests, [])
@@ -86,8 +86,8 @@ async def test_health_change_found_by_a_new_watcher_reaches_the_others(
     requests.is_fit = True
     server._tick()
     await settled()
-    assert first.told == [SERVING, NOT_SERVING, SERVING]
-    assert second.told == [NOT_SERVING, SERVING]
+    assert first.statuses == [SERVING, NOT_SERVING, SERVING]
+    assert second.statuses == [NOT_SERVING, SERVING]
     for watcher in (first, second):
         watcher.task.cancel()
     await asyncio.gather(first.task, second.task, return_exceptions=True)

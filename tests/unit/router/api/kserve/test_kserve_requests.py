@@ -19,7 +19,7 @@ from router.api.kserve.infer_response import NAMES, Answer
 from router.api.kserve.parameters import PARAMETERS
 from router.api.kserve.v2 import open_inference_pb2 as pb
 
-#: By name: a value that a client sends, and what of the request it becomes.
+#: Parameters: the value that a client sends, and the fields of the request that it sets.
 MEANINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "request_id": ("mine:1", {"request_id": "mine:1"}),
     "max_tokens": (7, {"max_tokens": 7}),
@@ -76,7 +76,7 @@ def raw(datatype: str, *values: Any) -> bytes:
 
 
 def asking(**parameters: Any) -> pb.ModelInferRequest:
-    """A request with a prompt, whose parameters are request parameters."""
+    """Return a request with a prompt and these request parameters."""
     request = pb.ModelInferRequest(model_name="m")
     for name, value in parameters.items():
         kind = {bool: "bool", int: "uint64", float: "double", str: "string"}[type(value)]
@@ -345,7 +345,7 @@ def test_requested_outputs_are_validated() -> None:
 
 def test_parameters_are_counted_before_they_are_read() -> None:
     names = dict.fromkeys(MEANINGS, 1)
-    # The number of all names is allowed, so the values are read.
+    # As many parameters as there are names are allowed, so their values are read.
     refused(asking(sampling_parameters="{}", **names), "must be")
     refused(asking(sampling_parameters="{}", unheard_of=1, **names), "at most 40 are allowed")
 
@@ -440,7 +440,7 @@ PIECES = [
 ]
 
 
-def told(answer: Answer, *names: str, has_logprobs: bool = False) -> dict[str, list[Any]]:
+def outputs(answer: Answer, *names: str, has_logprobs: bool = False) -> dict[str, list[Any]]:
     found = answer.tensors(frozenset(names), has_logprobs=has_logprobs)
     return {tensor.name: list(tensor.values) for tensor in found}
 
@@ -448,7 +448,7 @@ def told(answer: Answer, *names: str, has_logprobs: bool = False) -> dict[str, l
 def test_answer_has_its_choices_in_order() -> None:
     answer = Answer(*PIECES)
     assert answer.is_final
-    assert told(answer) == {
+    assert outputs(answer) == {
         "text_output": [b"one two!", b"seven eight"],
         "output_ids": [1, 2, 7, 8],
         "num_output_tokens": [2, 2],
@@ -463,7 +463,7 @@ def test_answer_to_a_piece_has_only_new_output() -> None:
     answers = [Answer(it) for it in PIECES]
     assert [answer.is_empty for answer in answers] == [True, False, False, False, False]
     assert [answer.is_final for answer in answers] == [False, False, False, False, True]
-    assert told(answers[1]) == {
+    assert outputs(answers[1]) == {
         "text_output": [b"seven "],
         "output_ids": [7],
         "num_output_tokens": [1],
@@ -474,7 +474,7 @@ def test_answer_to_a_piece_has_only_new_output() -> None:
 
 
 def test_answer_has_only_the_requested_outputs() -> None:
-    assert told(Answer(*PIECES), "finish_reason", "num_input_tokens") == {
+    assert outputs(Answer(*PIECES), "finish_reason", "num_input_tokens") == {
         "finish_reason": [b"length", b"stop"],
         "num_input_tokens": [4],
     }
@@ -483,8 +483,8 @@ def test_answer_has_only_the_requested_outputs() -> None:
 def test_answer_logprobs_have_the_token_and_alternatives() -> None:
     scores = wire.TokenLogprobs(logprob=-2.0, rank=3, top_ids=[5, 6], top_logprobs=[-0.5, -1.0])
     answer = Answer(piece(token_ids=[9], logprobs=[scores]))
-    assert not told(answer).keys() & {"logprobs", "output_log_probs"}
-    found = told(answer, "logprobs", "output_log_probs", has_logprobs=True)
+    assert not outputs(answer).keys() & {"logprobs", "output_log_probs"}
+    found = outputs(answer, "logprobs", "output_log_probs", has_logprobs=True)
     assert found["output_log_probs"] == [-2.0]
     assert json.loads(found["logprobs"][0]) == [
         {

@@ -1,4 +1,4 @@
-"""Tensors as they come over the wire: right, wrong, and hostile."""
+"""Tensors of requests: valid, invalid, and hostile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A chat whose marks of reasoning are special tokens, from its fields to its answer."""
+"""Chats whose reasoning marks are special tokens, from the fields to the answer."""
 
 from __future__ import annotations
 

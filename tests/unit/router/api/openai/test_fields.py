@@ -1,4 +1,4 @@
-"""Fields are counted as protobuf finds them, without it."""
+"""Number of fields of a message, compared with the count of protobuf."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MANY = 1 << 30
 
 
 def protobuf_count(data: bytes) -> int | None:
-    """None for what is no message."""
+    """Return the number of fields that protobuf finds, or None if the data is no message."""
     try:
         return len(unknown_fields.UnknownFieldSet(empty_pb2.Empty.FromString(data)))
     except DecodeError:
@@ -39,7 +39,7 @@ def test_field_count_skips_each_wire_type() -> None:
 
 @given(st.binary(max_size=40))
 def test_field_count_handles_arbitrary_bytes(data: bytes) -> None:
-    """Groups, which nobody writes any more, are none for us."""
+    """Groups, a deprecated wire type, need not be counted as protobuf counts them."""
     found, wanted = inference_server.count(data, MANY), protobuf_count(data)
     assert 0 <= found <= len(data)
     has_groups = any(byte & 7 in (3, 4) for byte in data)

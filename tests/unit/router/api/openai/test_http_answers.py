@@ -1,4 +1,4 @@
-"""Answers made of pieces: a stream's parts are the whole, wherever it broke and went on."""
+"""Answers of the HTTP API: whole, streamed in any pieces, and resumed after any event."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from router.requests.served_models import ServedModels
 from router.requests.tokenizer import ByteTokenizer, Tokenizer
 
 TOKENIZER = ByteTokenizer()
-#: Of a choice, as an event's id has it.
+#: Position in a choice, as the id of an event contains it.
 PLACE = "1.1.00000000000000ab"
 ENVELOPE = Envelope("cmpl-r", 7, "m", None)
 CALL = ToolUse.of(
@@ -88,7 +88,7 @@ def parser_of_text(choice: int) -> Parser:
 
 
 def parser_of_thoughts(choice: int) -> Parser:
-    """A parser of reasoning that begins in the prompt and ends with a dot."""
+    """Return a parser of reasoning that begins in the prompt and ends with a dot."""
     return ThinkParser(":", ".", PlainParser(), ":")
 
 
@@ -117,7 +117,7 @@ ANSWERS: dict[str, Callable[[], Answer]] = {
 
 
 def finished(text: str, index: int) -> Choice:
-    """A choice whose tokens are the bytes of ``text``."""
+    """Return a choice whose tokens are the bytes of ``text``."""
     output = Output(TextState(TOKENIZER, Stops()))
     tokens = list(text.encode())
     output.extend(tokens, [TokenLogprobs(-token / 256, 1, ((token, -0.5),)) for token in tokens])
@@ -125,9 +125,7 @@ def finished(text: str, index: int) -> Choice:
 
 
 def pieces(choice: Choice, ends: Sequence[int]) -> Iterator[pb.GenerateResponse]:
-    """Yield the choice's pieces, cut at ``ends``, like those of a stream that is read as it
-    arrives.
-    """
+    """Yield the choice's pieces, cut at ``ends``, as a stream yields them during generation."""
     total = len(choice.output)
     choice.is_complete, choice.readable = False, 0
     for end in sorted({min(end, total) for end in ends} - {0}):
@@ -147,7 +145,7 @@ def interleaved(texts: Sequence[str], ends: Sequence[int]) -> list[pb.GenerateRe
 def stream(
     answer: Answer, transcript: Transcript, read: Sequence[pb.GenerateResponse]
 ) -> list[tuple[str, Any]]:
-    """Events: their ids and chunks."""
+    """Return the ids and chunks of the events."""
     events = []
     for piece in read:
         output = transcript.read(0, piece)
@@ -229,7 +227,7 @@ def test_answer_stream_resumes_exactly_where_it_broke(kind: str, data: st.DataOb
     whole = joined([chunk for _, chunk in events], len(texts))
     kept = data.draw(st.integers(0, len(events)))
     positions = EventId.parse(events[kept - 1][0]).positions if kept else ()
-    # What is read again is cut in other places.
+    # The resumed stream has other pieces.
     again = stream(
         ANSWERS[kind](),
         Transcript("r", 1, len(texts), positions),
@@ -311,8 +309,19 @@ def test_long_whole_answer_is_parsed_in_pieces(answer_with: Callable[[Parser], A
     assert sum(fed_before_pause) == len(text) and max(fed_before_pause) <= 4096
 
 
+@pytest.mark.parametrize("value", ['"\\ud83d"', "NaN", "1e999"])
+def test_message_has_no_input_that_json_cannot_express(value: str) -> None:
+    text = f'{{"a": {value}}}'
+    answer = MessagesAnswer("r", "m", parser_of_calls(0), 9)
+    data = "".join(answer.encode_complete([Collected([text], [97])], Usage())).encode()
+
+    assert [block["input"] for block in json.loads(data)["content"]] == [{}]
+
+
 class Replay:
     """A generation whose pieces are all available."""
+
+    on_more: Callable[[], None]
 
     is_over = True
 
@@ -358,6 +367,24 @@ def test_stream_resumed_at_its_end_has_the_same_last_events(
     # The output's last event is the first one with the id of the end.
     rest = whole[[event_id for event_id, _ in whole].index(end) + 1 :]
     assert rest and sent(STREAMED[kind](), EventId.parse(end).positions, read) == rest
+
+
+async def test_resumed_stream_parses_known_output_in_turns() -> None:
+    choice, ends = finished("a" * 10_000, 0), range(0, 10_000, 1000)
+    position = Position(9_999, 9_999, token_digest(choice.output.tokens[:9_999]))
+    generation: Any = Replay([*pieces(choice, ends)])
+    parser = RecordingParser()
+    answer = ChatAnswer(ENVELOPE, TOKENIZER, lambda choice: parser, has_logprobs=False)
+    events = event_stream.Events(generation, Transcript("r", 1, 1, [position]), answer)
+    first = asyncio.create_task(events.first())
+    lengths = []
+    while not first.done():
+        parser.lengths.clear()
+        await asyncio.sleep(0)
+        lengths.append(sum(parser.lengths))
+
+    assert '"content":"a"' in (await first).decode()
+    assert sum(lengths) == 10_000 and max(lengths) <= 5_000
 
 
 def test_echoed_tokens_precede_those_of_the_output() -> None:
@@ -494,7 +521,7 @@ def test_chat_log_probabilities_have_the_bytes_of_each_token() -> None:
     }
 
 
-#: Of each token, beside its own.
+#: Log probabilities of each token, besides its own.
 NUM_TOP = 3
 SILENT = 64
 
@@ -565,7 +592,7 @@ def test_whole_answer_parts_join_to_its_json(
 
 
 class Read:
-    """A generation that is read to its end as soon as anybody asks."""
+    """Generation whose pieces can all be read at once."""
 
     def __init__(self, pieces: Sequence[pb.GenerateResponse]) -> None:
         self._pieces = pieces
@@ -659,7 +686,7 @@ async def test_tokenize_encodes_long_lists_in_parts(
 
 
 class Large:
-    """Events without end, and what is written of them."""
+    """Endless source of events of ``num_bytes`` each, and a writer that records their lengths."""
 
     is_over = False
     is_writable = True
@@ -731,9 +758,9 @@ def test_error_event_states_retry_and_resume_headers(
 
 def _openai_retries(error: EverliftError) -> bool:
     """Return whether OpenAI's Python client retries, by status and headers."""
-    told = errors.headers(error).get("x-should-retry")
+    should_retry = errors.headers(error).get("x-should-retry")
     status = error.http_status
-    return told != "false" and (status in (408, 409, 429) or status >= 500)
+    return should_retry != "false" and (status in (408, 409, 429) or status >= 500)
 
 
 async def test_slow_reader_gets_no_comments() -> None:
@@ -794,7 +821,7 @@ def test_usage_is_of_all_requests() -> None:
 
 
 def resumed(positions: Sequence[Position], texts: Sequence[str]) -> list[tuple[str, Any]]:
-    """The events that go on there, in a request whose outputs are ``texts``."""
+    """Return the events of a stream that resumes at ``positions``; the outputs are ``texts``."""
     transcript = Transcript("r", 1, len(texts), positions)
     return stream(ANSWERS["completion"](), transcript, interleaved(texts, [3]))
 

@@ -115,7 +115,7 @@ def test_completion_passes_every_parameter() -> None:
 
 def test_omitted_fields_have_openai_defaults() -> None:
     [plain] = completion()
-    # 16 tokens of a completion, what the context leaves of a chat.
+    # Default max_tokens: 16 for a completion, the rest of the context for a chat.
     assert plain == pb.GenerateRequest(
         text="hi",
         max_tokens=16,
@@ -535,7 +535,7 @@ def test_streamed_prompt_logprobs_are_limited() -> None:
     [
         (completion(n=128, max_tokens=8192, logprobs=0), 9000),
         (completion(prompt=["a"] * 128, n=4, max_tokens=1024, logprobs=1), 9000),
-        # no more than the context has room for
+        # limited by the rest of the context
         (completion(prompt=[1] * 10, n=128, max_tokens=9000, logprobs=0), 8202),
         ([chat(n=128, logprobs=True)], 8192),
         (completion(max_tokens=2**30), 2**30),

@@ -150,7 +150,7 @@ def test_sentencepiece_tokens_keep_their_spaces() -> None:
     assert scores["tokens"] == ["a", " bb", " ", "é", " a"]
     assert answer["text"] == "a bb é a"
     assert scores["text_offset"] == [0, 1, 4, 5, 6]
-    # An alternative to the first token would lose its space too.
+    # An alternative to the first token loses its space, too.
     assert [next(iter(shown)) for shown in scores["top_logprobs"]] == ["bb", *[" bb"] * 4]
 
 
@@ -209,7 +209,7 @@ def outputs(tokenizer: HuggingFaceTokenizer) -> st.SearchStrategy[list[int]]:
 
 
 def stops_of(tokenizer: HuggingFaceTokenizer) -> st.SearchStrategy[Stops]:
-    """Draw stops; a stop token is whole, since half a character belongs to the one before it."""
+    """Draw stops; stop tokens are whole characters: half a one would belong to the token before."""
     whole_tokens = [
         token
         for token in range(tokenizer.vocab_size)
@@ -228,7 +228,7 @@ ENDS = st.lists(st.integers(0, 30))
 
 
 def cut(tokens: list[int], stops: Stops) -> list[int]:
-    """Return the tokens up to the first stop token, behind which a worker draws none."""
+    """Return the tokens up to the first stop token, after which a worker samples none."""
     ends = [
         place + 1
         for place, token in enumerate(tokens)
@@ -274,7 +274,7 @@ def test_bytes_and_offsets_are_those_of_the_text(kind: str, data: st.DataObject)
 def test_streamed_log_probabilities_are_those_of_the_whole(
     make: Any, kind: str, data: st.DataObject
 ) -> None:
-    """Also where the stream is resumed behind any of its events."""
+    """The stream may be resumed after any of its events."""
     tokenizer = ALL[kind]
     stops = data.draw(stops_of(tokenizer))
     tokens = cut(data.draw(outputs(tokenizer)), stops)
@@ -331,7 +331,7 @@ def test_chunk_has_the_usage_so_far(make: Any) -> None:
 
 
 def test_echo_lists_every_token_of_the_output() -> None:
-    """A special token at the end, and a token that a stop string cut."""
+    """The output ends with a special token, or with a token that a stop string cut."""
     tokens = [*BYTE_LEVEL.encode("aaaa"), 1]
     echo = Echo("b", BYTE_LEVEL.encode("b"), 0)
 
@@ -351,7 +351,7 @@ def test_echo_lists_every_token_of_the_output() -> None:
 def test_prompt_offsets_index_its_text(text: str, has_begin: bool) -> None:
     begin, end = BYTE_LEVEL.encode("<s></s>")
     text = f"{text}</s>{text}"
-    # Otherwise the first token may be part of the text or not.
+    # Otherwise, it would be unclear whether the first token is part of the text.
     assume(not has_begin or not text.startswith("<s>"))
     tokens = [begin] * has_begin + BYTE_LEVEL.encode(text)
     scores = [pb.TokenLogprobs()] * (len(tokens) - 1)

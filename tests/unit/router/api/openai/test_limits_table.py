@@ -1,4 +1,4 @@
-"""proto/LIMITS.md states the limits that hold."""
+"""proto/LIMITS.md states the limits in effect."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ LIMITS = Limits()
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, str]:
-    """Return the limits by what they limit."""
+    """Return the second column of the table by the first one: the limit of each thing."""
     return {first: most for first, most, _ in table()}
 
 
@@ -74,7 +74,7 @@ def table() -> list[list[str]]:
         ("connections of a router", f"{LIMITS.max_connections}"),
         ("a connection without calls", f"{LIMITS.idle:.0f} s"),
         ("a client that says nothing, not even to a ping", f"{2 * LIMITS.keepalive:.0f} s"),
-        # whatever it speaks
+        # over any protocol
         ("text of a prompt or a `Tokenize`", f"{CHARACTERS} characters"),
         ("`n`", f"{MAX_N}"),
         ("`stop`", f"{MAX_STOP_STRINGS} strings of {MAX_STOP_BYTES} bytes"),
@@ -147,14 +147,14 @@ def test_limits_table_names_known_error_slugs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "low", "high", "told"),
+    ("value", "low", "high", "message"),
     [
         (0, 1, 1 << 30, "it must be from 1 to 1073741824, not 0"),
         (2.5, -2.0, 2.0, "it must be from -2 to 2, not 2.5"),
     ],
 )
 def test_range_error_shows_every_digit_of_its_bounds(
-    value: float, low: float, high: float, told: str
+    value: float, low: float, high: float, message: str
 ) -> None:
-    with pytest.raises(OutOfRange, match=told):
+    with pytest.raises(OutOfRange, match=message):
         check_range("it", value, low, high)

@@ -1,4 +1,4 @@
-"""Conversations in a ledger: changes at once, tenants, and the states of their responses."""
+"""Conversations in a ledger: concurrent changes, tenants, and the states of their responses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOW = 1000.0
 
 
 class Responses:
-    """Responses by the name of their request; others do not exist."""
+    """Responses by the name of their request; ``get`` raises UnknownRequest for others."""
 
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
@@ -54,7 +54,7 @@ class Responses:
 
 
 class Yielding(MemoryLedger):
-    """Ledger between whose reads and writes others run."""
+    """Ledger that lets other tasks run before each write."""
 
     async def put_object(
         self, name: str, data: bytes, version: int, retention_s: float | None = None

@@ -1,4 +1,4 @@
-"""Files as they are stored."""
+"""Stored form of files."""
 
 from __future__ import annotations
 

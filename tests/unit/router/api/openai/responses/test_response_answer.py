@@ -62,7 +62,7 @@ def streamed(
 
 
 def units(events: list[dict[str, Any]]) -> list[Any]:
-    """Split deltas into characters, each with the sequence number that it counts for."""
+    """Split deltas into characters, each with its own sequence number."""
     found: list[Any] = []
     for event in events:
         if event["type"].endswith(".delta"):
@@ -212,7 +212,7 @@ def test_logprobs_continue_after_any_number(text: str, data: st.DataObject) -> N
 
     assert rest[-1] == whole[-1]
     assert listed == found[len(found) - len(listed) :]
-    # A delta that is cut has some of its tokens.
+    # A delta that ``after`` cuts has some of its tokens.
     known = [it for it in deltas(whole) if it["sequence_number"] <= after]
     lacking = [it for it in deltas(whole) if it["sequence_number"] - len(it["delta"]) >= after]
     assert len(listed) <= len(found) - sum(len(it["logprobs"]) for it in known)

@@ -1,4 +1,4 @@
-"""Clients that wait for what a busy machine starts again."""
+"""Clients that wait long enough for a router's start on a busy machine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from everlift.client.client import AsyncClient
 
-#: Three times the client's own default: a machine that runs three tests at once was seen to need
-#: more than that to start a router.
+#: Three times the client's default, which a router's start can exceed on a machine that runs three
+#: tests at once.
 RECONNECT_S = 90.0
 
 

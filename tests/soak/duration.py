@@ -6,17 +6,17 @@ import os
 import time
 from collections.abc import Iterator
 
-#: Of each soak of engine and models.
+#: Duration of each soak of the engine, the ledger and models, in minutes.
 _MINUTES = 10.0
 
 
 def minutes(default: float) -> float:
-    """SOAK_MINUTES sets another time."""
+    """Return the duration in minutes: SOAK_MINUTES if it is set, else ``default``."""
     return float(os.environ.get("SOAK_MINUTES", default))
 
 
 def rounds() -> Iterator[int]:
-    """Numbers from 0, as many as there is time for, and at least one."""
+    """Yield numbers from 0 until the duration has passed; at least one."""
     end = time.monotonic() + 60 * minutes(_MINUTES)
     number = 0
     while number == 0 or time.monotonic() < end:
