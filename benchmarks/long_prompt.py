@@ -236,7 +236,7 @@ async def measure(url: str, rounds: int, seconds: float) -> list[tuple[Window, W
     ):
         sender.pipe.recv()
         found = []
-        async with noop_worker(router.internal_address, TokenPacing(PACE_S, 1, 1)):
+        async with noop_worker(router.internal_address, TokenPacing(PACE_S, 1, 1), MODEL):
             for turn in range(rounds + 1):
                 without = await window(router, sender, seconds, is_long=False)
                 beside = await window(router, sender, seconds, is_long=True)

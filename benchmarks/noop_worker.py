@@ -68,11 +68,11 @@ class NoopWorker(session_pb2_grpc.WorkerSessionServicer):
     If a sequence starts between two frames, its first token is sent at once, in an extra frame.
     """
 
-    def __init__(self, pacing: TokenPacing) -> None:
+    def __init__(self, pacing: TokenPacing, model: str) -> None:
         self._pacing = pacing
         self.info = session_pb2.WorkerInfo(
             worker_id=f"noop-{time.time_ns()}",
-            model="fake",
+            model=model,
             fingerprint="bench",
             block_size=BLOCK_SIZE,
             num_blocks=1 << 24,
@@ -181,8 +181,8 @@ class _Session:
         )
 
 
-async def serve(internal_address: str, pacing: TokenPacing) -> None:
-    info = await NoopWorker(pacing).start()
+async def serve(internal_address: str, pacing: TokenPacing, model: str) -> None:
+    info = await NoopWorker(pacing, model).start()
     async with grpc.aio.insecure_channel(internal_address) as channel:
         announce = session_pb2_grpc.RouterInternalStub(channel).Announce
         await announce(session_pb2.AnnounceRequest(worker=info))
@@ -191,13 +191,16 @@ async def serve(internal_address: str, pacing: TokenPacing) -> None:
 
 
 @asynccontextmanager
-async def noop_worker(internal_address: str, pacing: TokenPacing) -> AsyncIterator[None]:
-    """Run a worker in a process of its own, connected to a router.
+async def noop_worker(
+    internal_address: str, pacing: TokenPacing, model: str = "fake"
+) -> AsyncIterator[None]:
+    """Run a worker of ``model`` in a process of its own, connected to a router.
 
     Raises RuntimeError if the process ends during its start.
     """
     module = ("-m", "benchmarks.noop_worker", internal_address)
     options = [f"--pace={pacing.pace_s}", f"--gather={pacing.gather}", f"--tokens={pacing.tokens}"]
+    options.append(f"--model={model}")
     process = await asyncio.create_subprocess_exec(
         sys.executable, *module, *options, stdout=asyncio.subprocess.PIPE
     )
@@ -218,9 +221,10 @@ def main() -> None:
     parser.add_argument("--pace", type=float, default=0.0)
     parser.add_argument("--gather", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=1)
+    parser.add_argument("--model", default="fake")
     options = parser.parse_args()
     pacing = TokenPacing(options.pace, options.gather, options.tokens)
-    asyncio.run(serve(options.internal_address, pacing))
+    asyncio.run(serve(options.internal_address, pacing, options.model))
 
 
 if __name__ == "__main__":
