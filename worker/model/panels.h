@@ -69,13 +69,8 @@ constexpr size LINES = (PACK_BYTES + LINE - 1) / LINE;
 // Largest panel that is prefetched. Two such panels are 1 MiB, the smallest L2 cache of these CPUs.
 constexpr size MOST_BYTES_FETCHED = 512 << 10;
 // Panels of a quantised weight that are multiplied by one row at a time. Each sum of products waits for the
-// one before, and the vectors of one panel of an AVX2 CPU are too few to use that time. Two panels of codes
-// that are floats were slower than one.
-#if defined(QUANTISED_INT8) || defined(QUANTISED_INT4)
+// one before, and the vectors of one panel of an AVX2 CPU are too few to use that time.
 constexpr int PANELS_OF_ROW = VECTORS < 4 ? 2 : 1;
-#else
-constexpr int PANELS_OF_ROW = 1;
-#endif
 
 static_assert(TILE * VECTORS + VECTORS + 1 <= vector::REGISTERS);
 

@@ -36,6 +36,14 @@ constexpr int BITS = 8;
 // Codes per word.
 constexpr int CODES = 32 / BITS;
 
+// DOUBLED is defined if codes are decoded to twice the weights. UNIT is the value of 1 in decoded weights.
+#if defined(QUANTISED_E2M1) && defined(__AVX2__) && !defined(__AVX512F__)
+#define DOUBLED
+constexpr float UNIT = 0.5f;
+#else
+constexpr float UNIT = 1.0f;
+#endif
+
 // Groups of a weight. All arrays are padded to whole panels of outputs.
 struct Groups {
   size number;          // 0: the weight is not quantised
@@ -54,8 +62,10 @@ struct Groups {
     return most < left ? most : left;
   }
 
-  // Scales of the LANES outputs from `output` on.
-  Floats scale(size group, size output) const {
+  // Scales of the LANES outputs from `output` on, for sums in units of UNIT.
+  Floats scale(size group, size output) const { return UNIT * stored_scale(group, output); }
+
+  Floats stored_scale(size group, size output) const {
     switch (scale_type) {
       case 1: return scale_from<element::Bfloat16>(group, output);
 #ifdef HAS_HALF
@@ -173,64 +183,98 @@ inline void add(Floats (&sums)[ROWS][VECTORS], const Stored* x, size stride, con
 
 #else
 
-// Weights whose codes begin at bit `bit` of the words.
-inline Floats decoded(Ints words, int bit) {
-#if defined(QUANTISED_INT4) && defined(__AVX512F__)
-  const __m512 table = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
-  return (Floats)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)words, bit), table);
-#elif defined(QUANTISED_E2M1) && defined(__AVX512F__)
-  const __m512 table = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
-  return (Floats)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)words, bit), table);
-#elif defined(QUANTISED_E2M1)
-  // The exponent's bias is 1, that of fp32 is 127. Codes with exponent 0 are multiples of 2^-1.
-  const Ints code = words >> bit, magnitude = code & 7;
-  const Ints normal = (magnitude << 22) + (126 << 23);
-  const Ints small = (Ints)(__builtin_convertvector(magnitude, Floats) * 0.5f);
-  return (Floats)((magnitude < 2 ? small : normal) | ((code << 28) & INT32_MIN));
-#elif defined(QUANTISED_E4M3)
-  // The exponent's bias is 7, that of fp32 is 127. Codes with exponent 0 are multiples of 2^-9.
-  const Ints code = words >> bit, magnitude = code & 0x7f;
-  const Ints normal = (magnitude << 20) + (120 << 23);
-  const Ints small = (Ints)(__builtin_convertvector(magnitude, Floats) * 0x1p-9f);
-  return (Floats)((magnitude < 8 ? small : normal) | ((code << 24) & INT32_MIN));
-#else
-  return __builtin_convertvector(words << (32 - BITS - bit) >> (32 - BITS), Floats);
-#endif
-}
-
 // First bit of the code of one of a word's inputs.
 constexpr int bit_of(int input) { return input % 2 * 16 + input / 2 * BITS; }
+
+#ifdef DOUBLED
+
+// Words of LANES outputs, as twice the weights in 8-bit integers: those whose codes are in the lower halves of the
+// words' bytes, and those in the upper halves.
+struct Words {
+  Ints lower, upper;
+
+  static Words loaded(const Word* from) {
+    const Ints words = vector::loaded<Ints>(from);
+    return {doubled(words), doubled(words >> 4)};
+  }
+
+  static Ints doubled(Ints words) {
+    const __m128i table = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+    return (Ints)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)(words & 0x0f0f0f0f));
+  }
+
+  // Weights of an input, in units of UNIT.
+  Floats weights(int input) const {
+    const int bit = bit_of(input);
+    return __builtin_convertvector((bit % 8 ? upper : lower) << (24 - bit / 8 * 8) >> 24, Floats);
+  }
+};
+
+#else
+
+// Words of LANES outputs.
+struct Words {
+  Ints words;
+
+  static Words loaded(const Word* from) { return {vector::loaded<Ints>(from)}; }
+
+  // Weights of an input, in units of UNIT.
+  Floats weights(int input) const {
+    const int bit = bit_of(input);
+#if defined(QUANTISED_INT4) && defined(__AVX512F__)
+    const __m512 table = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+    return (Floats)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)words, bit), table);
+#elif defined(QUANTISED_E2M1) && defined(__AVX512F__)
+    const __m512 table = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+    return (Floats)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)words, bit), table);
+#elif defined(QUANTISED_E2M1)
+    // The exponent's bias is 1, that of fp32 is 127. Codes with exponent 0 are multiples of 2^-1.
+    const Ints code = words >> bit, magnitude = code & 7;
+    const Ints normal = (magnitude << 22) + (126 << 23);
+    const Ints small = (Ints)(__builtin_convertvector(magnitude, Floats) * 0.5f);
+    return (Floats)((magnitude < 2 ? small : normal) | ((code << 28) & INT32_MIN));
+#elif defined(QUANTISED_E4M3)
+    // The exponent's bias is 7, that of fp32 is 127; codes with exponent 0 become subnormal. The shift to the right
+    // copies the sign into bits of the exponent, which the mask clears.
+    return (Floats)(words << (24 - bit) >> 4 & std::int32_t(0x87f00000)) * 0x1p120f;
+#else
+    return __builtin_convertvector(words << (32 - BITS - bit) >> (32 - BITS), Floats);
+#endif
+  }
+};
+
+#endif
 
 // sums += x times the words of CODES inputs, for panels of WIDE vectors that are `panel` words apart.
 template <int WIDE, int ROWS, int VECTORS>
 inline void add(Floats (&sums)[ROWS][VECTORS], const Stored* x, size stride, const Word* words, size panel) {
-  Ints lanes[VECTORS];
-#pragma GCC unroll 4
+  Words lanes[VECTORS];
+#pragma GCC unroll 8
   for (int v = 0; v < VECTORS; ++v)
-    lanes[v] = vector::loaded<Ints>(words + v / WIDE * panel + v % WIDE * LANES);
+    lanes[v] = Words::loaded(words + v / WIDE * panel + v % WIDE * LANES);
 #pragma GCC unroll 8
   for (int input = 0; input < CODES; ++input) {
     Floats weights[VECTORS];
-#pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; ++v) weights[v] = decoded(lanes[v], bit_of(input));
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; ++v) weights[v] = lanes[v].weights(input);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
       const Floats factor = vector::spread(element::wide(x[r * stride + input]));
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int v = 0; v < VECTORS; ++v)
         sums[r][v] = vector::multiply_add(factor, weights[v], sums[r][v]);
     }
   }
 }
 
-// to [CODES] = the weights in the words of CODES inputs, of one panel.
+// to [CODES] = the weights in the words of CODES inputs, of one panel, in units of UNIT.
 template <int VECTORS>
 inline void decode(const Word* words, Floats (*to)[VECTORS]) {
 #pragma GCC unroll 4
   for (int v = 0; v < VECTORS; ++v) {
-    const Ints lanes = vector::loaded<Ints>(words + v * LANES);
+    const Words lanes = Words::loaded(words + v * LANES);
 #pragma GCC unroll 8
-    for (int input = 0; input < CODES; ++input) to[input][v] = decoded(lanes, bit_of(input));
+    for (int input = 0; input < CODES; ++input) to[input][v] = lanes.weights(input);
   }
 }
 
