@@ -8,9 +8,7 @@ order. The scheduler decides which sequence owns which block.
 
 from __future__ import annotations
 
-import ctypes
 import math
-import mmap
 import sys
 import threading
 
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 
 from everlift.hashes import BLOCK_SIZE
+from worker.device.huge_pages import advise, advise_huge_pages, whole_pages
 
 #: Type of the elements of a cache in FP8: codes of e4m3 without a scale, which kernels decode.
 FP8_CODES = torch.int8
@@ -46,8 +45,9 @@ class KVCache:
         shape = (num_blocks, *_block_shape(num_layers, kv_heads, head_dim))
         self.kv_heads = kv_heads
         self.tensor = torch.empty(shape, dtype=dtype, device=device)
-        if device.type == "cpu":
-            _advise_huge_pages(self.tensor)
+        # A sequence's blocks are scattered. With pages of 4 KiB, nearly every head of a block would
+        # need an address translation of its own.
+        advise_huge_pages(self.tensor)
         self.runs_per_block = num_layers * 2 * kv_heads
         #: [num_blocks * runs_per_block, BLOCK_SIZE * head_dim], a view: each row has one head's
         #: keys or values of one block in one layer
@@ -79,17 +79,6 @@ def block_bytes(num_layers: int, kv_heads: int, head_dim: int, dtype: torch.dtyp
     return math.prod(_block_shape(num_layers, kv_heads, head_dim)) * dtype.itemsize
 
 
-def _advise_huge_pages(tensor: Tensor) -> None:
-    """Ask the kernel to back a tensor in host memory with huge pages, if it supports them.
-
-    A sequence's blocks are scattered in the tensor, and with pages of 4 KiB nearly every head of a
-    block would need an address translation of its own.
-    """
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages = _whole_pages(tensor)
-        _advise(pages.start, len(pages), mmap.MADV_HUGEPAGE)
-
-
 def _prefault(tensor: Tensor) -> None:
     """Make the kernel allocate the memory pages of the first ``_PREFAULT_BYTES`` of ``tensor``.
 
@@ -99,20 +88,10 @@ def _prefault(tensor: Tensor) -> None:
     """
     if not sys.platform.startswith("linux"):
         return
-    pages = _whole_pages(tensor)[:_PREFAULT_BYTES]
+    pages = whole_pages(tensor)[:_PREFAULT_BYTES]
     for begin in pages[::_PREFAULT_STEP_BYTES]:
-        if not _advise(begin, min(_PREFAULT_STEP_BYTES, pages.stop - begin), _MADV_POPULATE_WRITE):
+        if not advise(begin, min(_PREFAULT_STEP_BYTES, pages.stop - begin), _MADV_POPULATE_WRITE):
             return
-
-
-def _whole_pages(tensor: Tensor) -> range:
-    begin, size = tensor.data_ptr(), mmap.PAGESIZE
-    return range(begin + -begin % size, (begin + tensor.nbytes) // size * size)
-
-
-def _advise(begin: int, size: int, advice: int) -> bool:
-    refused = ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), advice)
-    return not refused
 
 
 def _block_shape(num_layers: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from worker.device.huge_pages import advise_huge_pages
 from worker.model.lora import LinearAdapters, LowRank, PackedParts, StepAdapters
 from worker.model.matrix import Matrix, Packing
 from worker.model.piece import Piece
@@ -50,7 +51,10 @@ class Placement:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def empty_weight(self, outputs: int, inputs: int) -> Tensor:
-        return torch.empty(outputs, inputs, dtype=self.weights or self.dtype, device=self.device)
+        size, dtype = (outputs, inputs), self.weights or self.dtype
+        weight = torch.empty(size, dtype=dtype, device=self.device)
+        advise_huge_pages(weight)
+        return weight
 
     def linear_weight(self, blocks: Sequence[Block], inputs: int) -> Matrix:
         """Return an unfilled weight [outputs, ``inputs``] that joins the outputs of ``blocks``.

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from everlift import logs
+from worker.device.huge_pages import advise_huge_pages
 from worker.model.matrix import Packing, are_close
 from worker.model.quantised import Block, Quantised
 from worker.model.weight_format import CodeType, WeightFormat
@@ -205,8 +206,8 @@ class PanelPacking:
         if self._weights == torch.int8:
             weight, scales = quantised(weight)
         assert weight.dtype == self._weights
-        padding = -inputs % (4 // weight.itemsize), -outputs % self.width
-        panels = functional.pad(weight, (0, padding[0], 0, padding[1])) if any(padding) else weight
+        padded = outputs + -outputs % self.width, inputs + -inputs % (4 // weight.itemsize)
+        panels = weight if padded == weight.shape else _padded(weight, *padded)
         self._pack_words(panels)
         return Panels(self._library, self._dtype, panels, outputs, inputs, scales)
 
@@ -222,12 +223,22 @@ class PanelPacking:
         self._library.pack(weight.data_ptr(), outputs, words, torch.get_num_threads())
 
 
+def _padded(weight: Tensor, outputs: int, inputs: int) -> Tensor:
+    padded = weight.new_empty(outputs, inputs)
+    advise_huge_pages(padded)
+    padded[: len(weight), : weight.shape[1]] = weight
+    padded[len(weight) :] = 0
+    padded[:, weight.shape[1] :] = 0
+    return padded
+
+
 def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``weight`` [outputs, inputs] in int8 and its scales [outputs] in fp32.
 
     The scale of an output is its largest magnitude divided by 127, or 1 if all its weights are 0.
     """
     numbers = torch.empty(weight.shape, dtype=torch.int8)
+    advise_huge_pages(numbers)
     scales = torch.empty(len(weight))
     for first in range(0, len(weight), _QUANTISED_TOGETHER):
         part = slice(first, first + _QUANTISED_TOGETHER)

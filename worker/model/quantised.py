@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from worker.device.huge_pages import advise_huge_pages
 from worker.model.checkpoint import BadCheckpoint
 from worker.model.piece import Piece
 from worker.model.weight_format import EXPONENTS_NAME, WeightFormat
@@ -112,7 +113,9 @@ class Quantised:
         padded = -(-self.outputs // _PANEL) * _PANEL
         columns, num_columns = self._columns(padded)
         zeros = torch.zeros
-        self.values = zeros(padded, 4 * self.groups.words, dtype=torch.uint8, device=device)
+        self.values = torch.empty(padded, 4 * self.groups.words, dtype=torch.uint8, device=device)
+        advise_huge_pages(self.values)
+        self.values.zero_()
         self.column = None if columns is None else columns.to(device, torch.int32)
         scale_type, shape = SCALE_TYPES[format.scale_type], (self.groups.number, num_columns)
         self.scales = zeros(shape, dtype=scale_type, device=device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import re
 import sys
 from pathlib import Path
 
@@ -30,22 +29,6 @@ def test_kv_layer_is_view_of_cache() -> None:
     cache.layer(1)[0, 1, 0, 31] = torch.arange(4.0)
     assert cache.tensor[0, 1, 1, 0, 31].tolist() == [0, 1, 2, 3]
     assert cache.tensor.sum() == 6
-
-
-@pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages here"
-)
-def test_kv_cache_requests_huge_pages() -> None:
-    cache = KVCache(64, 1, 2, 128, torch.float32, CPU)
-    middle = cache.tensor.data_ptr() + cache.tensor.nbytes // 2
-    flags: dict[bool, str] = {}
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(found[1], 16) <= middle < int(found[2], 16)
-        elif line.startswith("VmFlags:"):
-            flags[inside] = line
-    assert " hg" in flags[True]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory comes as it is written to")
