@@ -67,7 +67,7 @@ def batch(
         bool,
         typer.Option(
             "--cancel",
-            help="Cancel the file's batch in the cluster, with any --window and --retry-failed.",
+            help="Cancel the file's batches in the cluster; ignores --window and --retry-failed.",
         ),
     ] = False,
     address: Address = None,

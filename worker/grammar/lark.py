@@ -1,4 +1,4 @@
-"""Translation of grammars to Lark, the syntax in which llguidance compiles them. Pure."""
+"""Translation of grammars to Lark, the syntax which llguidance compiles."""
 
 from __future__ import annotations
 
